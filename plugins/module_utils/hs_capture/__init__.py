@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture of hidden states inside a patched SGLang model.
+
+The package lies beside SGLang's ``models`` directory as ``sglang.srt.hs_capture``
+and is imported only when ``SGLANG_HS_DUMP_DIR`` is set. Importing it needs the
+standard library alone: torch and safetensors are imported inside functions.
+
+A patched model file uses four names and no others: :func:`open_capture`,
+:meth:`Capture.begin`, :meth:`Batch.collector` and :meth:`Batch.finish`.
+"""
+
+from __future__ import annotations
+
+from .capture import Capture, open_capture
+from .collector import Batch
+from .guards import CaptureRefused
+
+__all__ = ["Batch", "Capture", "CaptureRefused", "open_capture"]

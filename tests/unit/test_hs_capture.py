@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the capture runtime that need no torch."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hs_capture import capture, dumpfile, engine, guards, layers, settings, writer
+
+
+@pytest.mark.parametrize(("count", "expected"), [(61, [1, 29, 57]), (8, [1, 3, 4]), (7, [1, 2, 3])])
+def test_default_layers(count: int, expected: list[int]) -> None:
+    assert layers.default_layers(count) == expected
+    assert layers.parse_layers(" ", count) == expected
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_default_layers_of_a_small_model_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="name the layers"):
+        layers.default_layers(count)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("1,3,3", "repeat"),
+        ("3,1", "not ascending; write 1,3"),
+        ("1,8", "layer 8 is out of range; the model has layers 0 to 7"),
+        ("-1,3", "'-1' is not a layer number"),
+        ("1,,3", "'' is not a layer number"),
+        ("one", "not a layer number"),
+        ("²", "not a layer number"),
+    ],
+)
+def test_layers_that_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        layers.parse_layers(text, 8)
+    with pytest.raises(guards.CaptureRefused, match="correct SGLANG_HS_DUMP_LAYERS"):
+        settings.read_settings({"SGLANG_HS_DUMP_DIR": "/d", "SGLANG_HS_DUMP_LAYERS": text}, 8)
+
+
+def test_layers_round_trip() -> None:
+    assert layers.parse_layers("0, 3,7", 8) == [0, 3, 7]
+    assert layers.format_layers([0, 3, 7]) == "0,3,7"
+    with pytest.raises(ValueError, match="name at least one"):
+        layers.check_layers([], 8)
+
+
+def test_settings_of_the_environment() -> None:
+    read = settings.read_settings({"SGLANG_HS_DUMP_DIR": "/d", "SGLANG_HS_DUMP_FINAL": ""}, 61)
+    assert read == settings.Settings("/d", (1, 29, 57), "post_norm", "hsb-")
+    assert read.tensor_names() == ("layer_1", "layer_29", "layer_57", "final_post_norm")
+    both = settings.read_settings(
+        {
+            "SGLANG_HS_DUMP_DIR": "/d",
+            "SGLANG_HS_DUMP_LAYERS": "2",
+            "SGLANG_HS_DUMP_FINAL": "both",
+            "SGLANG_HS_DUMP_RID_PREFIX": "run7-",
+        },
+        8,
+    )
+    assert both.tensor_names() == ("layer_2", "final_post_norm", "final_pre_norm")
+    assert both.rid_prefix == "run7-"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SGLANG_HS_DUMP_DIR", "dumps"),
+        ("SGLANG_HS_DUMP_FINAL", "postnorm"),
+        ("SGLANG_HS_DUMP_RID_PREFIX", "../"),
+    ],
+)
+def test_settings_that_are_refused_name_the_variable(name: str, value: str) -> None:
+    with pytest.raises(guards.CaptureRefused, match=f"{name}=.*unset SGLANG_HS_DUMP_DIR"):
+        settings.read_settings({"SGLANG_HS_DUMP_DIR": "/d", name: value}, 8)
+
+
+HEALTHY = {
+    "pp_size": 1,
+    "attn_cp_size": 1,
+    "moe_a2a_backend": "none",
+    "disaggregation_mode": "null",
+    "enable_dp_attention": False,
+    "speculative_algorithm": None,
+    "cuda_graph_config": {"prefill": {"backend": "disabled"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("pp_size", 2, "--pp-size 1"),
+        ("enable_dp_attention", True, "drop --enable-dp-attention"),
+        ("enable_two_batch_overlap", True, "drop --enable-two-batch-overlap"),
+        ("speculative_algorithm", "EAGLE3", "drop --speculative-algorithm"),
+        ("moe_a2a_backend", "deepep", "--moe-a2a-backend none"),
+        ("moe_dense_tp_size", 1, "drop --moe-dense-tp-size"),
+        ("enable_attn_tp_input_scattered", True, "drop --enable-attn-tp-input-scattered"),
+        ("enable_layernorm_sp", True, "drop --enable-layernorm-sp"),
+        ("attn_cp_size", 2, "--attn-cp-size 1"),
+        ("dcp_size", 2, "--dcp-size 1"),
+        ("enable_prefill_cp", True, "drop --enable-prefill-cp"),
+        ("enable_prefill_context_parallel", True, "drop --enable-prefill-context-parallel"),
+        ("enable_dsa_prefill_context_parallel", True, "drop --enable-dsa-prefill-context-parallel"),
+        ("enable_mixed_chunk", True, "drop --enable-mixed-chunk"),
+        ("disaggregation_mode", "prefill", "--disaggregation-mode null"),
+        ("enable_pdmux", True, "drop --enable-pdmux"),
+        ("dllm_algorithm", "LowConfidence", "drop --dllm-algorithm"),
+        ("cuda_graph_config", {"prefill": {"backend": "breakable"}}, "--disable-prefill-cuda-graph"),
+        ("cuda_graph_config", SimpleNamespace(prefill=SimpleNamespace(backend="full")), "--disable-prefill-cuda-graph"),
+    ],
+)
+def test_server_settings_that_corrupt_states_are_refused(name: str, value: Any, remedy: str) -> None:
+    guards.check_settings(HEALTHY.get)
+    with pytest.raises(guards.CaptureRefused, match=f"{remedy}, or unset SGLANG_HS_DUMP_DIR"):
+        guards.check_settings({**HEALTHY, name: value}.get)
+
+
+def test_dump_directory_is_made_private_and_swept(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "dumps"
+    writer.open_directory(str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    alive = os.getppid()
+    names = ["a.0.safetensors"] + [dumpfile.temporary_name("a.0.safetensors", pid) for pid in (gone.pid, os.getpid(), alive)]
+    for name in names:
+        (path / name).touch()
+    writer.open_directory(str(path))
+    assert sorted(entry.name for entry in path.iterdir()) == sorted([names[0], names[3]])
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "open", "unmakable", "another's"])
+def test_dump_directory_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    path = tmp_path / "dumps"
+    (tmp_path / "real").mkdir(mode=0o700)
+    if kind == "link":
+        path.symlink_to(tmp_path / "real")
+    elif kind == "file":
+        path.touch()
+    elif kind == "open":
+        path.mkdir()
+        path.chmod(0o755)
+    elif kind == "unmakable":
+        (tmp_path / "plain").touch()
+        path = tmp_path / "plain" / "dumps"
+    else:
+        path.mkdir(mode=0o700)
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    reasons = {
+        "link": "is a link or a file",
+        "file": "is a link or a file",
+        "open": f"mode 0755.*run: chmod 700 {path}",
+        "unmakable": "cannot be made",
+        "another's": "belongs to uid",
+    }
+    with pytest.raises(guards.CaptureRefused, match=reasons[kind]):
+        writer.open_directory(str(path))
+
+
+@pytest.mark.parametrize("rid", ["", ".x", "a/b", "a b", "x" * 129, "a\n", "é"])
+def test_rids_that_cannot_name_a_file(rid: str) -> None:
+    for name in (lambda: dumpfile.dump_name(rid, 0), lambda: dumpfile.error_name(rid)):
+        with pytest.raises(dumpfile.DumpError, match="cannot name a dump"):
+            name()
+
+
+def test_names() -> None:
+    assert dumpfile.dump_name("hsb-x.1", 16) == "hsb-x.1.16.safetensors"
+    assert dumpfile.error_name("hsb-x") == "hsb-x.error.json"
+    assert dumpfile.temporary_pid(dumpfile.temporary_name("a.0.safetensors")) == os.getpid()
+    assert dumpfile.temporary_pid("a.0.safetensors") is None
+    with pytest.raises(dumpfile.DumpError, match="cannot start"):
+        dumpfile.dump_name("a", -1)
+
+
+def test_error_marker_round_trip(tmp_path: Path) -> None:
+    path = dumpfile.write_error(tmp_path, "hsb-1", "the reason", "the remedy")
+    assert path.name == "hsb-1.error.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert dumpfile.read_error(path) == {"reason": "the reason", "remedy": "the remedy"}
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_text("[]")
+    with pytest.raises(dumpfile.DumpError, match="not an error marker"):
+        dumpfile.read_error(path)
+
+
+def engine_modules(record: Any, monkeypatch: pytest.MonkeyPatch, rank: int = 0, **names: Any) -> None:
+    """Stand in for the parts of SGLang that the runtime asks."""
+    runtime = ModuleType("sglang.srt.runtime_context")
+    runtime.get_parallel = lambda: SimpleNamespace(tp_rank=rank, tp_size=2)
+    arguments = ModuleType("sglang.srt.server_args")
+    version = ModuleType("sglang.version")
+    version.__version__ = "0.5.20"
+    if record is not None:
+        runtime.get_server_args = lambda: record
+    for name, value in names.items():
+        setattr(arguments, name, value)
+    for module in (ModuleType("sglang"), ModuleType("sglang.srt"), runtime, arguments, version):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_settings_in_effect_are_read_by_each_accessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_modules(SimpleNamespace(pp_size=1, resolved_dict=lambda: {"pp_size": 2}), monkeypatch)
+    assert engine.server_settings()("pp_size") == 2
+    resolved = SimpleNamespace(pp_size=3)
+    engine_modules(SimpleNamespace(pp_size=1, dcp_size=4, _resolved=lambda: resolved), monkeypatch)
+    assert [engine.server_settings()(name) for name in ("pp_size", "dcp_size", "unknown")] == [3, 4, None]
+    engine_modules(None, monkeypatch, get_global_server_args=lambda: SimpleNamespace(pp_size=5))
+    assert engine.server_settings()("pp_size") == 5
+    assert engine.tensor_parallel() == (0, 2)
+    assert engine.sglang_version() == "0.5.20"
+
+
+def open_capture() -> capture.Capture | None:
+    model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=8, hidden_size=64))
+    return capture.open_capture(model, patch_version="1", family="D")
+
+
+def test_only_rank_0_captures_and_makes_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "dumps"
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(path))
+    engine_modules(SimpleNamespace(pp_size=1), monkeypatch, rank=1)
+    assert open_capture() is None
+    assert not path.exists()
+    engine_modules(SimpleNamespace(pp_size=1), monkeypatch)
+    assert isinstance(open_capture(), capture.Capture)
+    assert path.is_dir()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path / "dumps"))
+    engine_modules(SimpleNamespace(pp_size=2), monkeypatch, rank=rank)
+    with pytest.raises(guards.CaptureRefused, match="pp_size is 2 .*--pp-size 1"):
+        open_capture()
+    assert not (tmp_path / "dumps").exists()
+
+
+def test_importing_the_runtime_imports_no_third_party_package() -> None:
+    code = "import sys, hs_capture; assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
+    root = str(Path(capture.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": root})
