@@ -1,0 +1,170 @@
+#!/usr/bin/python
+# Copyright (c) hidden_state.bridge contributors
+# GNU General Public License v3.0+ (see LICENSES/GPL-3.0-or-later.txt or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: extraction_info
+short_description: Tell how far an extraction of hidden states is
+description:
+  - Reads the manifest, the files, the lock and the status of one host's output directory.
+  - A record counts as done when the manifest has a valid line for it and its file has the size of that line.
+  - The extractor counts as alive when it holds the lock of the directory.
+author:
+  - hidden_state.bridge contributors (@hidden-state-bridge)
+attributes:
+  check_mode:
+    description: The module changes nothing and does the same in check mode.
+    support: full
+  diff_mode:
+    description: There is nothing to show.
+    support: none
+options:
+  output_dir:
+    description: The host's own directory below the extraction's output directory.
+    type: path
+    required: true
+  run:
+    description: The run that is asked for. Another run in the directory is reported as RV(conflict).
+    type: str
+  identity:
+    description:
+      - The identity of the run that is asked for, from which its name is computed. Sets RV(run) even where nothing is there.
+      - With another identity in the directory RV(conflict) shows both.
+    type: dict
+  manager:
+    description: The service manager of the extractor. Used with O(name).
+    type: str
+    choices: [auto, systemd, supervisor]
+    default: auto
+  name:
+    description:
+      - Name of the extractor's service. With it, a service that is up and has not taken the lock is V(starting)
+        and one that failed before it could write its status is V(failed).
+    type: str
+  state_dir:
+    description: Where the bridge keeps its state on the host. Only supervisor needs it.
+    type: path
+    default: /var/lib/hidden_state_bridge
+"""
+
+EXAMPLES = r"""
+- name: See how far the extraction is
+  hidden_state.bridge.extraction_info:
+    output_dir: /data/states/{{ inventory_hostname }}
+  register: extraction
+
+- name: Show it
+  ansible.builtin.debug:
+    msg: "{{ extraction.line }}"
+"""
+
+RETURN = r"""
+state:
+  description:
+    - V(absent) when nothing was extracted there, V(starting) and V(running) while the extractor lives,
+      V(dead) when it ended without saying so, else what it ended with.
+    - V(failed) with RV(conflict) set when the directory holds another run.
+  returned: always
+  type: str
+  sample: running
+line:
+  description: One line of progress.
+  returned: always
+  type: str
+  sample: "1,204/37,312 records (3.2 %) · 2.8 M/87.8 M tokens · 18.4 k tok/s · ETA 1 h 17 m · 3.1 TB free"
+message:
+  description: Why it failed or is dead and what to do. Empty else.
+  returned: always
+  type: str
+conflict:
+  description: Says that the directory holds another run than the one asked for. Empty else.
+  returned: always
+  type: str
+run:
+  description: Name of the run that was asked for, else of the one in the directory. Empty where there is none.
+  returned: always
+  type: str
+identity:
+  description: Data set, weights, layers, norm and dtype of the run in the directory.
+  returned: always
+  type: dict
+provenance:
+  description: Host, releases and arguments that the run was last started with.
+  returned: always
+  type: dict
+done:
+  description: Records that are done, as ranges.
+  returned: always
+  type: str
+  sample: 0-5,7,9-12
+records_done:
+  description: Number of records that are done.
+  returned: always
+  type: int
+tokens_done:
+  description: Their tokens.
+  returned: always
+  type: int
+bytes:
+  description: Size of their files.
+  returned: always
+  type: int
+sources:
+  description: RV(ignore:records), RV(ignore:tokens) and RV(ignore:bytes) that are done, for each source of the data set.
+  returned: always
+  type: dict
+failed:
+  description: Records that failed by themselves in the last start, each with C(record) and C(reason).
+  returned: always
+  type: list
+  elements: dict
+status:
+  description: What the extractor wrote last, as it is.
+  returned: always
+  type: dict
+service:
+  description: State of the service as its manager has it. V(unknown) without O(name).
+  returned: always
+  type: str
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_manifest, service_query
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "output_dir": {"type": "path", "required": True},
+            "run": {"type": "str"},
+            "identity": {"type": "dict"},
+            "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor"], "default": "auto"},
+            "name": {"type": "str"},
+            "state_dir": {"type": "path", "default": "/var/lib/hidden_state_bridge"},
+        },
+        mutually_exclusive=[("run", "identity")],
+        supports_check_mode=True,
+    )
+    path = module.params["output_dir"]
+    identity = module.params["identity"]
+    run = hs_manifest.run_of(identity) if identity else module.params["run"]
+    service = "unknown"
+    try:
+        if module.params["name"]:
+            asked = [module.params[key] for key in ("manager", "name", "state_dir")]
+            service = service_query.query(*asked)["state"]
+        found = hs_manifest.observe(path, run, service)
+    except service_query.ServiceError as error:
+        module.fail_json(msg=str(error))
+    except (OSError, hs_manifest.ManifestError) as error:
+        module.fail_json(msg="%s: %s" % (path, error))
+    if found["conflict"] and identity:
+        found["conflict"] = hs_manifest.other_identity(path, found["identity"], identity)
+    module.exit_json(changed=False, service=service, **dict(found, run=run or found["run"]))
+
+
+if __name__ == "__main__":
+    main()

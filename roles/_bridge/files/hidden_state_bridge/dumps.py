@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The extractor's side of the dump directory: find what belongs to a request, and check it to the last row."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hs_capture import dumpfile
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DumpRejected(Exception):
+    """The dump is missing or not that of the request; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What each dump has to hold: `layers` ascending, final as in the configuration, states [t, hidden_size] of dtype."""
+
+    layers: tuple[int, ...]
+    final: str
+    hidden_size: int
+    dtype: str
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Tensor names of the layers, ascending."""
+        return [dumpfile.layer_name(layer) for layer in self.layers]
+
+    @property
+    def names(self) -> list[str]:
+        """Tensor names of all states."""
+        return self.layer_names + list(dumpfile.FINAL_TENSORS[self.final])
+
+
+def check_directory(path: str) -> None:
+    """Raise ConfigError unless the dump directory is a private, writable directory of this user."""
+    remedy = f"it is made by the patched server: start that with SGLANG_HS_DUMP_DIR={path}, as the extractor's user"
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        raise ConfigError(f"dump directory {path}: {error.strerror}; {remedy}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"dump directory {path} is a link or no directory; give the directory itself")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"dump directory {path} belongs to user {found.st_uid}, the extractor runs as {os.geteuid()};"
+            " run server and extractor as one user"
+        )
+    if found.st_mode & 0o022:
+        raise ConfigError(f"dump directory {path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); run: chmod 700 {path}")
+    if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise ConfigError(f"dump directory {path} is not writable; run: chmod 700 {path}")
+
+
+def find(directory: str, rid: str, tokens: int) -> list[str] | None:
+    """Paths of the pieces of a request, in order, once they reach `tokens`; None while some are not there.
+
+    Raises DumpRejected where the capture left an error marker or a piece is unreadable.
+    """
+    marker = os.path.join(directory, dumpfile.error_name(rid))
+    if os.path.exists(marker):
+        try:
+            error = dumpfile.read_error(marker)
+        except (OSError, dumpfile.DumpError) as unreadable:
+            raise DumpRejected(f"the capture left an error marker that cannot be read: {unreadable}") from unreadable
+        raise DumpRejected(f"the capture gave it up: {error['reason']}; {error['remedy']}")
+    pieces: list[str] = []
+    start = 0
+    while start < tokens:
+        path = os.path.join(directory, dumpfile.dump_name(rid, start))
+        if not os.path.exists(path):
+            return None
+        length = _tokens(path)
+        if length < 1:
+            raise DumpRejected(f"{os.path.basename(path)} says that it has {length} tokens")
+        pieces.append(path)
+        start += length
+    return pieces
+
+
+def _tokens(path: str) -> int:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as opened:
+            return int((opened.metadata() or {})["tokens"])
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise DumpRejected(f"{os.path.basename(path)} cannot be read: {error}") from error
+
+
+class States:
+    """The checked states of one request, in pieces as the server wrote them.
+
+    names, layer_names: tensor names. metadata: of the first piece.
+    """
+
+    def __init__(self, layout: Layout, pieces: list[tuple[dict[str, str], dict[str, torch.Tensor]]]) -> None:
+        self.names = layout.names
+        self.layer_names = layout.layer_names
+        self.hidden_size = layout.hidden_size
+        self.metadata = pieces[0][0]
+        self._pieces = [tensors for _, tensors in pieces]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """dtype of all states."""
+        return self._pieces[0][self.names[0]].dtype
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        """Copy one state, put together from its pieces, into `target` [tokens, hidden_size]."""
+        start = 0
+        for tensors in self._pieces:
+            piece = tensors[name]
+            target[start : start + len(piece)].copy_(piece)
+            start += len(piece)
+
+
+def load(paths: list[str], rid: str, input_ids: np.ndarray, layout: Layout) -> States:
+    """Read the pieces of a request and check that they are just what was asked for.
+
+    input_ids: int32 [tokens] that were sent. Checked: rid, offsets, token ids, total length, the very set of tensors,
+    width, dtype, and that every value is finite. Raises DumpRejected naming piece, tensor, layer and row.
+    """
+    pieces = []
+    start = 0
+    for path in paths:
+        name = os.path.basename(path)
+        try:
+            metadata, tensors = dumpfile.read_dump(path)
+        except (OSError, dumpfile.DumpError) as error:
+            raise DumpRejected(str(error)) from error
+        if metadata["rid"] != rid or metadata["start"] != str(start):
+            raise DumpRejected(f"{name} is of {metadata['rid']} from {metadata['start']}, expected {rid} from {start}")
+        start += _check_piece(name, start, tensors, input_ids, layout)
+        pieces.append((metadata, tensors))
+    if start != len(input_ids):
+        raise DumpRejected(f"{rid} has {start} tokens, {len(input_ids)} were sent")
+    return States(layout, pieces)
+
+
+def _check_piece(name: str, start: int, tensors: dict[str, Any], input_ids: np.ndarray, layout: Layout) -> int:
+    """Check one piece against the tokens that were sent; returns its number of tokens."""
+    ids = tensors[dumpfile.INPUT_IDS].numpy()
+    expected = input_ids[start : start + len(ids)]
+    if len(expected) != len(ids):
+        raise DumpRejected(f"{name} ends at token {start + len(ids)}, {len(input_ids)} were sent")
+    differing = np.flatnonzero(ids != expected)
+    if len(differing):
+        row = int(differing[0])
+        raise DumpRejected(f"{name} has token id {ids[row]} in row {start + row}, {expected[row]} was sent ({len(differing)} differ)")
+    found = sorted(set(tensors) - {dumpfile.INPUT_IDS})
+    if found != sorted(layout.names):
+        raise DumpRejected(
+            f"{name} holds {', '.join(found)}, expected {', '.join(sorted(layout.names))};"
+            " restart the server with this run's SGLANG_HS_DUMP_LAYERS and SGLANG_HS_DUMP_FINAL"
+        )
+    for tensor_name in layout.names:
+        tensor = tensors[tensor_name]
+        dtype = str(tensor.dtype).partition(".")[2]
+        if tuple(tensor.shape) != (len(ids), layout.hidden_size) or dtype != layout.dtype:
+            raise DumpRejected(
+                f"{name}: {tensor_name} is {dtype} {list(tensor.shape)}, expected {layout.dtype} [{len(ids)}, {layout.hidden_size}]"
+            )
+        _check_finite(name, tensor_name, start, tensor)
+    return len(ids)
+
+
+def _check_finite(name: str, tensor_name: str, start: int, tensor: torch.Tensor) -> None:
+    import torch
+
+    # aminmax propagates NaN and makes one pass at memory speed; isfinite over all values takes thirty times as long.
+    if all(bool(torch.isfinite(bound)) for bound in torch.aminmax(tensor)):
+        return
+    row, column = (int(number) for number in (~torch.isfinite(tensor)).nonzero()[0])
+    raise DumpRejected(f"{name}: {tensor_name} has {float(tensor[row, column])} in row {start + row}, column {column}")
+
+
+def remove(directory: str, stem: str) -> int:
+    """Remove the dumps and markers whose names begin with `stem`; returns how many there were."""
+    names = [name for name in os.listdir(directory) if name.startswith(stem)]
+    for name in names:
+        try:
+            os.unlink(os.path.join(directory, name))
+        except FileNotFoundError:
+            pass
+    return len(names)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a run: report.json, report.html (one file, no network) and summary.txt."""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import tempfile
+from typing import Any
+
+import hs_manifest
+
+from .errors import Refusal
+
+FORMAT = "hidden_state_bridge.report/1"
+TEMPLATE = "report.html.j2"
+FORMAT_HELP = {
+    "specforge": "SpecForge reads the files as they are: give the directory (any depth below it is found) as its"
+    " offline hidden-states path.",
+    "safetensors": "safetensors.safe_open reads each file; its metadata names record, source, line, layers and norm.",
+}
+
+
+def summarize(request: dict[str, Any]) -> dict[str, Any]:
+    """The report as an object.
+
+    request: `{"hosts": {host: {output_dir, **what extraction_info returned, "verify": what verify printed}}}`, with
+    optional `dataset` (meta of the packed set) and `format`. `verify` may be left out or null. Raises Refusal where
+    the hosts are of different runs.
+    """
+    hosts = request.get("hosts")
+    if not isinstance(hosts, dict) or not hosts:
+        raise Refusal('a report needs {"hosts": {HOST: what extraction_info returned}}')
+    runs = {info.get("run"): host for host, info in sorted(hosts.items()) if info.get("records_done")}
+    if len(runs) > 1:
+        named = ", ".join(f"{host} has {run}" for run, host in runs.items())
+        raise Refusal(f"the hosts are of different runs ({named}); report on each run by itself")
+    rows, sources, failed = [], {}, []
+    for host, info in sorted(hosts.items()):
+        status = info.get("status") or {}
+        seconds = status.get("seconds_total") or 0
+        check = info.get("verify") or {}
+        rows.append(
+            {
+                "host": host,
+                "state": info.get("state", "absent"),
+                "records": info.get("records_done", 0),
+                "tokens": info.get("tokens_done", 0),
+                "bytes": info.get("bytes", 0),
+                "seconds": round(seconds, 1),
+                "tok_s": round(info.get("tokens_done", 0) / seconds, 1) if seconds else 0.0,
+                "hashed": check.get("checked"),
+                "verified": check.get("ok"),
+                "problems": check.get("problems", []),
+                "output_dir": info.get("output_dir", ""),
+                "provenance": info.get("provenance", {}),
+                "started_at": status.get("started_at"),
+                "updated_at": status.get("updated_at"),
+            }
+        )
+        for name, counts in (info.get("sources") or {}).items():
+            source = sources.setdefault(name, {"records": 0, "tokens": 0, "bytes": 0})
+            for key in source:
+                source[key] += counts[key]
+        failed += [dict(item, host=host) for item in info.get("failed") or []]
+    identity = next((info["identity"] for _, info in sorted(hosts.items()) if info.get("identity")), {})
+    dataset = request.get("dataset") or {}
+    totals = {key: sum(row[key] for row in rows) for key in ("records", "tokens", "bytes", "tok_s")}
+    return {
+        "format": FORMAT,
+        "run": next(iter(runs), ""),
+        "identity": identity,
+        "output_format": request.get("format", ""),
+        "totals": dict(
+            totals,
+            tok_s=round(totals["tok_s"], 1),
+            records_expected=dataset.get("records"),
+            tokens_expected=dataset.get("tokens"),
+            failed=len(failed),
+            complete=dataset.get("records") == totals["records"] if dataset else None,
+            verified=all(row["verified"] for row in rows if row["records"]),
+        ),
+        "hosts": rows,
+        "sources": [dict(counts, name=name) for name, counts in sorted(sources.items())],
+        "failed": failed,
+        "dataset": {key: dataset[key] for key in ("sha256", "records", "tokens", "max_length", "seed") if key in dataset},
+    }
+
+
+def summary_lines(report: dict[str, Any]) -> list[str]:
+    """The run in a few lines of plain text."""
+    totals = report["totals"]
+    working = [row for row in report["hosts"] if row["records"]]
+    expected = f" of {totals['records_expected']:,}" if totals["records_expected"] is not None else ""
+    hashed = sum(row["hashed"] or 0 for row in working)
+    problems = sum(len(row["problems"]) for row in report["hosts"])
+    if totals["verified"]:
+        verified = "all names and sizes right" + (f", {hashed:,} files hashed and right" if hashed else "")
+    elif problems:
+        verified = f"{problems:,} files are not as the manifest says"
+    else:
+        verified = "not checked on every host"
+    hosts = len(working)
+    lines = [
+        f"Run       {report['run']} · {report['output_format'] or 'states'} of layers"
+        f" {', '.join(map(str, report['identity'].get('layers', [])))}"
+        f" and {report['identity'].get('final', '')} · {report['identity'].get('dtype', '')}",
+        f"Hosts     {hosts:,} ({', '.join(row['host'] for row in working[:4])}{', …' if hosts > 4 else ''})",
+        f"Records   {totals['records']:,}{expected}" + (f", {totals['failed']:,} failed" if totals["failed"] else ""),
+        f"Tokens    {totals['tokens']:,}",
+        f"Bytes     {hs_manifest.size(totals['bytes'])}",
+        f"Speed     {hs_manifest.short(totals['tok_s'])} tok/s",
+        f"Verified  {verified}",
+    ]
+    lines += [f"Files     {row['host']}:{row['output_dir']}" for row in working[:4]]
+    if hosts > 4:
+        lines.append(f"          and {hosts - 4:,} more hosts, see the report")
+    return lines
+
+
+def write_report(request: dict[str, Any], out_dir: str) -> dict[str, Any]:
+    """Write the three files where their content differs.
+
+    Returns `{changed, files: {json, html, summary}, summary: [lines]}`. Raises Refusal.
+    """
+    import jinja2
+
+    report = summarize(request)
+    lines = summary_lines(report)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(count=hs_manifest.count, short=hs_manifest.short, size=hs_manifest.size)
+    environment.filters.update(duration=hs_manifest.duration)
+    template = environment.from_string((pkgutil.get_data(__package__, TEMPLATE) or b"").decode())
+    html = template.render(report=report, help=FORMAT_HELP.get(report["output_format"], ""))
+    files = {
+        "json": ("report.json", json.dumps(report, sort_keys=True, indent=1) + "\n"),
+        "html": ("report.html", html + "\n"),
+        "summary": ("summary.txt", "\n".join(lines) + "\n"),
+    }
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        changed = [_replace(os.path.join(out_dir, name), text) for name, text in files.values()]
+    except OSError as error:
+        raise Refusal(f"the report cannot be written to {out_dir}: {error.strerror}; choose another directory") from error
+    paths = {key: os.path.join(os.path.abspath(out_dir), name) for key, (name, _) in files.items()}
+    return {"changed": any(changed), "files": paths, "summary": lines}
+
+
+def _replace(path: str, text: str) -> bool:
+    try:
+        with open(path, encoding="utf-8") as stream:
+            if stream.read() == text:
+                return False
+    except (FileNotFoundError, UnicodeDecodeError):
+        pass
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f".{os.path.basename(path)}.")
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        stream.write(text)
+    os.chmod(temporary, 0o644)
+    os.rename(temporary, path)
+    return True

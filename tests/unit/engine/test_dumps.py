@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finite or not: every place, dtype and kind of value is found, and the largest finite ones are not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fake_server import HIDDEN, LAYERS, FakeServer
+
+from hidden_state_bridge import dumps
+
+IDS = np.arange(9, dtype=np.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [(0, 0), (4, 3), (8, HIDDEN - 1)])
+def test_a_value_that_is_not_finite_is_found_with_its_row(dtype, value, place):
+    state = torch.full((9, HIDDEN), torch.finfo(dtype).max, dtype=dtype)
+    state[3] = torch.finfo(dtype).min
+    dumps._check_finite("x", "layer_1", 100, state)
+    state[place] = value
+    with pytest.raises(dumps.DumpRejected, match=rf"layer_1 has {value} in row {100 + place[0]}, column {place[1]}$"):
+        dumps._check_finite("x", "layer_1", 100, state)
+
+
+def test_a_dump_of_another_request_is_refused(tmp_path):
+    layout = dumps.Layout(LAYERS, "post_norm", HIDDEN, "float32")
+    FakeServer(str(tmp_path)).dump("hsb-a-1-0", IDS.tolist(), "pieces")
+    pieces = dumps.find(str(tmp_path), "hsb-a-1-0", 9)
+    assert [path.rsplit(".", 2)[1] for path in pieces] == ["0", "4"]
+    assert dumps.load(pieces, "hsb-a-1-0", IDS, layout).metadata["sglang_version"] == "0.5.20"
+    for paths, rid, text in [
+        (pieces, "hsb-a-2-0", "expected hsb-a-2-0 from 0"),
+        (pieces[1:], "hsb-a-1-0", "from 4, expected hsb-a-1-0 from 0"),
+        (pieces[:1], "hsb-a-1-0", "has 4 tokens, 9 were sent"),
+    ]:
+        with pytest.raises(dumps.DumpRejected, match=text):
+            dumps.load(paths, rid, IDS, layout)
+
+
+def test_a_dump_that_is_no_safetensors_file_is_refused(tmp_path):
+    (tmp_path / "hsb-a-1-0.0.safetensors").write_bytes(b"no")
+    with pytest.raises(dumps.DumpRejected, match=r"hsb-a-1-0\.0\.safetensors cannot be read"):
+        dumps.find(str(tmp_path), "hsb-a-1-0", 9)
+    (tmp_path / "hsb-a-1-0.error.json").write_text("{")
+    with pytest.raises(dumps.DumpRejected, match="an error marker that cannot be read"):
+        dumps.find(str(tmp_path), "hsb-a-1-0", 9)

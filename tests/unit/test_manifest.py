@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The output directory: claims, lock, manifest, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+
+import pytest
+
+import hs_manifest as hm
+
+IDENTITY = {"dataset": "d", "weights": "w", "layers": [1, 3, 4], "final": "post_norm", "dtype": "float32"}
+RUN = hm.run_of(IDENTITY)
+
+
+def entry(path, record, size=10, tokens=5, source="a"):
+    name = f"specforge/rows_0-2000/data_{record}.ckpt"
+    file = path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"x" * size)
+    return {"id": record, "source": source, "line": record + 1, "file": name, "bytes": size, "tokens": tokens, "sha256": "0" * 64}
+
+
+@pytest.fixture
+def out(tmp_path):
+    path = tmp_path / "host"
+    hm.claim_directory(str(path), RUN)
+    hm.claim_run(str(path), IDENTITY, {"host": "one"})
+    return path
+
+
+def append(path, *entries):
+    writer = hm.ManifestWriter(str(path))
+    writer.append(list(entries))
+    writer.close()
+
+
+def test_ranges_go_both_ways():
+    assert hm.encode_ranges([]) == "" and hm.decode_ranges("") == []
+    assert hm.encode_ranges([9, 7, 0, 1, 2, 2]) == "0-2,7,9"
+    assert hm.decode_ranges("0-2,7, 9") == [(0, 2), (7, 7), (9, 9)]
+    generator = random.Random(1)
+    for _ in range(200):
+        numbers = set(generator.sample(range(60), generator.randint(0, 60)))
+        pairs = hm.decode_ranges(hm.encode_ranges(numbers))
+        assert {n for first, last in pairs for n in range(first, last + 1)} == numbers
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "1,,2", "2-1", "1,1", "3,2", "1-3,3", "1.5", "1-2-3", "٣"])
+def test_bad_ranges_are_refused(text):
+    with pytest.raises(hm.ManifestError, match="range"):
+        hm.decode_ranges(text)
+
+
+def test_a_run_is_named_by_its_identity():
+    assert len(RUN) == 12 and hm.run_of(dict(reversed(list(IDENTITY.items())))) == RUN
+    assert hm.run_of({**IDENTITY, "final": "both"}) != RUN
+
+
+def test_claiming_is_repeatable_and_private(tmp_path):
+    path = tmp_path / "x" / "host"
+    hm.claim_directory(str(path), RUN)
+    hm.claim_directory(str(path), RUN)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert json.loads((path / hm.MARKER).read_text()) == {"kind": "extraction", "run": RUN}
+
+
+def test_directories_that_are_not_ours_are_refused(tmp_path):
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("")
+    with pytest.raises(hm.ManifestError, match=r"foreign is not empty and has no \.hidden_state_bridge of ours .*thesis"):
+        hm.claim_directory(str(foreign), RUN)
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "target").mkdir()
+    with pytest.raises(hm.ManifestError, match="is a link or no directory"):
+        hm.claim_directory(str(tmp_path / "link"), RUN)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(hm.ManifestError, match="is a link or no directory"):
+        hm.claim_directory(str(tmp_path / "file"), RUN)
+    with pytest.raises(hm.ManifestError, match="cannot be made: File exists"):
+        hm.claim_directory(str(tmp_path / "file" / "host"), RUN)
+    marked = tmp_path / "marked"
+    marked.mkdir()
+    (marked / hm.MARKER).write_text('{"kind": "dataset"}')
+    with pytest.raises(hm.ManifestError, match="is marked as 'dataset'"):
+        hm.claim_directory(str(marked), RUN)
+    (marked / hm.MARKER).write_text("{")
+    with pytest.raises(hm.ManifestError, match="cannot be read"):
+        hm.claim_directory(str(marked), RUN)
+
+
+def test_another_identity_is_refused_with_both_shown(out):
+    with pytest.raises(hm.ManifestError) as caught:
+        hm.claim_run(str(out), {**IDENTITY, "weights": "v"}, {})
+    assert '"weights":"w"' in str(caught.value) and '"weights":"v"' in str(caught.value)
+
+
+def test_provenance_may_change_and_is_kept(out):
+    before = (out / hm.RUN).read_bytes()
+    hm.claim_run(str(out), IDENTITY, {"host": "one"})
+    assert (out / hm.RUN).read_bytes() == before
+    hm.claim_run(str(out), IDENTITY, {"host": "one", "sglang_version": "0.5.23"})
+    known = hm.read_json(str(out / hm.RUN))
+    assert known["provenance"]["sglang_version"] == "0.5.23" and known["earlier"] == [{"host": "one"}]
+
+
+def test_the_lock_is_exclusive_and_ends_with_its_holder(out):
+    assert not hm.is_locked(str(out))
+    lock = hm.Lock(str(out))
+    assert hm.is_locked(str(out)) and hm.is_locked(str(out))
+    with pytest.raises(hm.ManifestError, match="locked by another extractor"):
+        hm.Lock(str(out), patience=0.1)
+    lock.close()
+    assert not hm.is_locked(str(out))
+    pid = os.fork()
+    if not pid:
+        hm.Lock(str(out))
+        time.sleep(60)
+    while not hm.is_locked(str(out)):
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    assert not hm.is_locked(str(out))
+
+
+def test_done_is_a_valid_line_and_a_file_of_its_size(out):
+    entries = [entry(out, record) for record in range(6)]
+    append(out, *entries)
+    (out / entries[1]["file"]).unlink()
+    (out / entries[2]["file"]).write_bytes(b"short")
+    link = out / entries[3]["file"]
+    link.rename(out / "elsewhere")
+    link.symlink_to(out / "elsewhere")
+    manifest = hm.Manifest(str(out))
+    assert list(manifest.entries) == [0, 4, 5]
+    assert manifest.stale == {n: entries[n]["file"] for n in (1, 2, 3)}
+    assert not (manifest.torn or manifest.broken or manifest.repeated)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"id": "1"}, {"id": True}, {"id": -1}, {"bytes": 1.5}, {"file": "../x"}, {"file": "/etc/passwd"}, {"file": ""}, {"sha256": None}],
+)
+def test_an_invalid_line_counts_for_nothing(out, change):
+    append(out, entry(out, 0), {**entry(out, 1), **change}, entry(out, 2))
+    manifest = hm.Manifest(str(out))
+    assert list(manifest.entries) == [0, 2] and manifest.broken == [2]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30, 100])
+def test_a_torn_line_is_cut_off(out, cut):
+    append(out, *(entry(out, record) for record in range(3)))
+    path = out / hm.MANIFEST
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    manifest = hm.Manifest(str(out))
+    assert list(manifest.entries) == [0, 1] and manifest.torn > 0
+    assert manifest.repair() and not list(out.glob(".manifest*"))
+    append(out, entry(out, 2))
+    assert path.read_bytes() == whole
+    assert not hm.Manifest(str(out)).repair()
+
+
+def test_of_two_lines_the_later_wins_only_if_its_file_agrees(out):
+    first = entry(out, 0, size=10)
+    append(out, {**first, "bytes": 11}, first, entry(out, 1), {**entry(out, 1), "bytes": 99})
+    manifest = hm.Manifest(str(out))
+    assert manifest.repeated == [0, 1] and manifest.stale == {}
+    assert manifest.entries[0]["bytes"] == 10 and manifest.entries[1]["bytes"] == 10
+    manifest.repair()
+    assert (out / hm.MANIFEST).read_bytes().count(b"\n") == 2
+
+
+def test_status_is_replaced_at_once(out):
+    hm.write_json(str(out / hm.STATUS), {"state": "running"})
+    with pytest.raises(TypeError):
+        hm.write_json(str(out / hm.STATUS), {"state": object()})
+    assert hm.read_json(str(out / hm.STATUS)) == {"state": "running"}
+    assert not list(out.glob(".status*"))
+
+
+def write_status(out, state, **more):
+    status = {"state": state, "records_done": 1204, "records_total": 37312, "tokens_done": 2_800_000, "tokens_total": 87_800_000}
+    status.update(tok_s=18_400.0, eta_s=4620, bytes_free=3_100_000_000_000, updated_at="2026-01-31T12:00:00Z", **more)
+    hm.write_json(str(out / hm.STATUS), status)
+
+
+def test_progress_line(out):
+    write_status(out, "running")
+    lock = hm.Lock(str(out))
+    found = hm.observe(str(out))
+    assert found["state"] == "running"
+    assert found["line"] == ("1,204/37,312 records (3.2 %) · 2.8 M/87.8 M tokens · 18.4 k tok/s · ETA 1 h 17 m · 3.1 TB free")
+    lock.close()
+
+
+def test_absent(tmp_path):
+    found = hm.observe(str(tmp_path / "nowhere"))
+    assert (found["state"], found["line"], found["done"], found["run"]) == ("absent", "absent", "", "")
+
+
+def test_dead_says_since_when_and_what_to_do(out):
+    append(out, entry(out, 0), entry(out, 1, source="b"))
+    write_status(out, "running")
+    found = hm.observe(str(out), RUN)
+    assert found["state"] == "dead"
+    assert found["line"].startswith("dead since 2026-01-31T12:00:00Z · 2/37,312 records")
+    assert "start it again" in found["line"]
+    assert (found["done"], found["records_done"], found["tokens_done"], found["bytes"]) == ("0-1", 2, 10, 20)
+    assert found["sources"] == {name: {"records": 1, "tokens": 5, "bytes": 10} for name in "ab"}
+    assert found["identity"] == IDENTITY and found["provenance"] == {"host": "one"}
+
+
+@pytest.mark.parametrize("state", ["done", "failed", "stopped"])
+def test_ended(out, state):
+    write_status(out, state, message="why", failed=[{"record": 3, "reason": "too long"}], failed_total=1)
+    found = hm.observe(str(out), RUN, "stopped")
+    assert found["state"] == state and found["failed"] == [{"record": 3, "reason": "too long"}]
+    assert f"1 failed · {state}" in found["line"] and found["line"].endswith(": why") == (state == "failed")
+
+
+def test_the_service_tells_what_the_lock_cannot(out):
+    write_status(out, "failed", message="of an earlier start")
+    assert hm.observe(str(out), RUN, "running")["state"] == "starting"
+    assert hm.observe(str(out), RUN, "running")["message"] == ""
+    write_status(out, "done")
+    assert hm.observe(str(out), RUN, "failed")["state"] == "failed"
+    lock = hm.Lock(str(out))
+    assert hm.observe(str(out))["state"] == "starting", "an extractor that has not begun to work"
+    lock.close()
+
+
+def test_another_run_is_a_conflict_and_counts_nothing_as_done(out):
+    append(out, entry(out, 0))
+    found = hm.observe(str(out), "0123456789ab")
+    assert found["state"] == "failed" and found["done"] == "" and found["records_done"] == 0
+    assert found["conflict"] == f"{out} holds run {RUN}, not 0123456789ab"
+
+
+def test_the_size_of_the_real_run_takes_about_a_second(out):
+    directory = out / "specforge" / "rows_0-2000"
+    directory.mkdir(parents=True)
+    (directory / "data_0.ckpt").write_bytes(b"x" * 10)
+    line = json.dumps({**entry(out, 0), "sglang_version": "0.5.20"})
+    (out / hm.MANIFEST).write_text("".join(line.replace('"id": 0', f'"id": {n}') + "\n" for n in range(37312)))
+    began = time.process_time()
+    found = hm.observe(str(out))
+    assert found["done"] == "0-37311" and time.process_time() - began < 3
+
+
+def test_numbers_for_people():
+    assert [hm.short(n) for n in (0, 312, 9999, 18_400, 2_800_000, 87.8e6)] == ["0", "312", "9,999", "18.4 k", "2.8 M", "87.8 M"]
+    assert [hm.size(n) for n in (12, 57_344, 5.03e12)] == ["12 B", "57.3 kB", "5.03 TB"]
+    assert [hm.duration(n) for n in (12, 185, 4620)] == ["12 s", "3 m 05 s", "1 h 17 m"]

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources in, one packed data set out: the same bytes every time, and every bad line named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from hidden_state_bridge.errors import Refusal
+from hidden_state_bridge.pack import pack, shuffled
+from hidden_state_bridge.packed import PackedDataset
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def rows():
+    generator = np.random.default_rng(5)
+    return {
+        name: [
+            {"input_ids": generator.integers(0, 100, length).tolist(), "loss_mask": generator.integers(0, 2, length).tolist()}
+            for length in generator.integers(1, 50, 30).tolist()
+        ]
+        for name in ("beta", "alpha", "gamma")
+    }
+
+
+@pytest.fixture
+def sources(tmp_path, rows):
+    return [{"name": name, "path": write(tmp_path / f"{name}.jsonl", part)} for name, part in rows.items()]
+
+
+def reference(rows, seed, max_length):
+    """The packed records in ten lines of plain Python."""
+    records = []
+    for name in sorted(rows):
+        for line, row in enumerate(rows[name], 1):
+            records.append((name, line, row["input_ids"][:max_length], row["loss_mask"][:max_length]))
+    return [records[place] for place in shuffled(len(records), seed)]
+
+
+@pytest.mark.parametrize("max_length", [None, 20, 1])
+def test_equals_the_reference(tmp_path, sources, rows, max_length):
+    result = pack({"sources": sources, "seed": 9, "max_length": max_length, "vocab_size": 100}, str(tmp_path / "out"))
+    dataset = PackedDataset(result["path"])
+    dataset.check_content()
+    expected = reference(rows, 9, max_length)
+    assert len(dataset) == len(expected) == result["meta"]["records"] == 90
+    for index, (name, line, ids, mask) in enumerate(expected):
+        record = dataset.record(index)
+        assert (record.index, record.source, record.line) == (index, name, line)
+        assert record.input_ids.dtype == np.int32 and record.loss_mask.dtype == np.uint8
+        assert record.input_ids.tolist() == ids and record.loss_mask.tolist() == mask
+    assert dataset.lengths.tolist() == [len(ids) for _, _, ids, _ in expected]
+    meta = result["meta"]
+    assert meta["tokens"] == sum(len(ids) for _, _, ids, _ in expected)
+    assert meta["max_token_id"] == max(max(ids) for _, _, ids, _ in expected)
+    for source in meta["sources"]:
+        lengths = [len(row["input_ids"]) for row in rows[source["name"]]]
+        assert source["cut"] == sum(length > (max_length or 100) for length in lengths)
+        assert source["longest"] == min(max(lengths), max_length or 100)
+        assert source["path"] == f"{source['name']}.jsonl"
+    assert os.listdir(tmp_path / "out") and not [name for name in os.listdir(tmp_path / "out") if name.startswith(".")]
+
+
+def test_order_and_place_of_the_sources_do_not_matter(tmp_path, sources, rows):
+    first = pack({"sources": sources, "seed": 9}, str(tmp_path / "one"))
+    (tmp_path / "moved").mkdir()
+    moved = [
+        {"name": source["name"], "path": write(tmp_path / "moved" / f"{source['name']}.jsonl", rows[source["name"]])}
+        for source in reversed(sources)
+    ]
+    second = pack({"sources": moved, "seed": 9}, str(tmp_path / "two"))
+    assert first["meta"] == second["meta"]
+    assert os.path.basename(first["path"]) == first["meta"]["sha256"][:16]
+    third = pack({"sources": sources, "seed": 10}, str(tmp_path / "one"))
+    assert third["meta"]["sha256"] != first["meta"]["sha256"]
+    one, other = PackedDataset(first["path"]), PackedDataset(third["path"])
+    bags = [sorted(data.record(i).input_ids.tobytes() for i in range(len(data))) for data in (one, other)]
+    assert bags[0] == bags[1]
+
+
+def test_the_shuffle_is_fixed_for_all_time():
+    assert shuffled(8, 0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
+    assert sorted(shuffled(1000, 3).tolist()) == list(range(1000))
+
+
+def test_the_same_sources_are_recognised_and_a_change_is_not(tmp_path, sources):
+    out = str(tmp_path / "out")
+    first = pack({"sources": sources, "seed": 9}, out)
+    again = pack({"sources": sources, "seed": 9}, out)
+    assert first["changed"] and not again["changed"]
+    assert (again["path"], again["meta"], again["table"]) == (first["path"], first["meta"], first["table"])
+    assert pack({"sources": sources, "seed": 9, "max_length": 8}, out)["changed"]
+    with open(sources[0]["path"], "a") as stream:
+        stream.write('{"input_ids": [1], "loss_mask": [1]}\n')
+    assert pack({"sources": sources, "seed": 9}, out)["meta"]["records"] == 91
+
+
+def test_a_damaged_packed_set_is_packed_again(tmp_path, sources):
+    out = str(tmp_path / "out")
+    first = pack({"sources": sources}, out)
+    with open(os.path.join(first["path"], "tokens.npy"), "r+b") as stream:
+        stream.seek(-1, 2)
+        stream.write(b"\x55")
+    again = pack({"sources": sources}, out)
+    assert again["changed"] and again["meta"] == first["meta"]
+    PackedDataset(again["path"]).check_content()
+
+
+def test_dry_run_writes_nothing_and_counts_all(tmp_path, sources):
+    result = pack({"sources": sources, "seed": 9}, str(tmp_path / "out"), dry_run=True)
+    assert result["path"] is None and result["changed"] and not (tmp_path / "out").exists()
+    real = pack({"sources": sources, "seed": 9}, str(tmp_path / "out"))
+    for key in ("records", "tokens", "longest", "sources", "max_token_id"):
+        assert result["meta"][key] == real["meta"][key]
+    dry = pack({"sources": sources, "seed": 9}, str(tmp_path / "out"), dry_run=True)
+    assert not dry["changed"] and dry["path"] == real["path"]
+
+
+def test_missing_masks_can_be_ones(tmp_path):
+    sources = [{"name": "a", "path": write(tmp_path / "a.jsonl", [{"tokens": [1, 2, 3]}])}]
+    config = {"sources": sources, "missing_mask": "ones", "input_ids_field": "tokens"}
+    assert PackedDataset(pack(config, str(tmp_path / "out"))["path"]).record(0).loss_mask.tolist() == [1, 1, 1]
+
+
+BAD_LINES = {
+    "not JSON": ("{", "not JSON ("),
+    "a cut line": ('{"input_ids": [1, 2', "not JSON ("),
+    "not an object": ("[1, 2]", "a list, not a JSON object; each line must be one object"),
+    "no input_ids": ('{"loss_mask": [1]}', "there is no input_ids; name the field"),
+    "input_ids of another type": ('{"input_ids": "1 2", "loss_mask": [1]}', "input_ids is a string, not a list"),
+    "null input_ids": ('{"input_ids": null, "loss_mask": []}', "input_ids is null, not a list"),
+    "empty": ('{"input_ids": [], "loss_mask": []}', "input_ids is empty; take the line out"),
+    "float": ('{"input_ids": [1, 2.0], "loss_mask": [1, 1]}', "input_ids[1] is 2.0, not an integer"),
+    "boolean": ('{"input_ids": [1, true], "loss_mask": [1, 1]}', "input_ids[1] is a boolean, not an integer"),
+    "text": ('{"input_ids": ["1"], "loss_mask": [1]}', "input_ids[0] is a string, not an integer"),
+    "negative": ('{"input_ids": [4, -1], "loss_mask": [1, 1]}', "input_ids[1] is -1; token ids cannot be negative"),
+    "outside the vocabulary": ('{"input_ids": [100], "loss_mask": [1]}', "input_ids[0] is 100, outside the vocabulary of 100"),
+    "huge": ('{"input_ids": [18446744073709551615], "loss_mask": [1]}', "outside the vocabulary of 100"),
+    "mask too short": ('{"input_ids": [1, 2], "loss_mask": [1]}', "loss_mask has 1 entries and input_ids 2"),
+    "mask too long": ('{"input_ids": [1], "loss_mask": [1, 0]}', "loss_mask has 2 entries and input_ids 1"),
+    "mask of 2": ('{"input_ids": [1, 2], "loss_mask": [1, 2]}', "loss_mask[1] is 2; only 0 and 1 are allowed"),
+    "mask of -1": ('{"input_ids": [1], "loss_mask": [-1]}', "loss_mask[0] is -1; only 0 and 1 are allowed"),
+    "mask of 300": ('{"input_ids": [1], "loss_mask": [300]}', "loss_mask[0] is 300; only 0 and 1 are allowed"),
+    "mask of floats": ('{"input_ids": [1], "loss_mask": [0.5]}', "loss_mask[0] is 0.5; only 0 and 1 are allowed"),
+    "mask of another type": ('{"input_ids": [1], "loss_mask": "1"}', "loss_mask is a string, not a list"),
+    "no mask": ('{"input_ids": [1]}', "there is no loss_mask; add it, or set missing_mask to ones"),
+    "BOM": ('\ufeff{"input_ids": [1], "loss_mask": [1]}', "not JSON ("),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BAD_LINES))
+def test_a_bad_line_is_named(tmp_path, case):
+    line, reason = BAD_LINES[case]
+    path = tmp_path / "bad.jsonl"
+    good = '{"input_ids": [1, 2], "loss_mask": [0, 1]}'
+    path.write_text(f"{good}\n\n{line}\n{good}\n", encoding="utf-8")
+    config = {"sources": [{"name": "B3_bad", "path": str(path)}], "vocab_size": 100}
+    with pytest.raises(Refusal) as caught:
+        pack(config, str(tmp_path / "out"))
+    assert str(caught.value).startswith(f"B3_bad {path}:3: ")
+    assert reason in str(caught.value) and ";" in str(caught.value)
+    assert os.listdir(tmp_path / "out") == [], "something half-written stays"
+
+
+def test_ids_beyond_32_bits_are_refused_without_a_vocabulary(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"input_ids": [2**31], "loss_mask": [1]}])
+    with pytest.raises(Refusal, match=r"2147483648, more than 32 bits hold"):
+        pack({"sources": [{"name": "a", "path": path}]}, str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({}, "sources is empty"),
+        ({"sources": []}, "sources is empty"),
+        ({"sources": [{"name": "a"}]}, "needs a name and a path"),
+        ({"sources": [{"name": "a", "path": "x"}, {"name": "a", "path": "y"}]}, "two sources are called 'a'"),
+        ({"sources": [{"name": "a", "path": "x"}], "seed": "7"}, "seed is '7'; it must be an integer"),
+        ({"sources": [{"name": "a", "path": "x"}], "max_length": 0}, "max_length is 0"),
+        ({"sources": [{"name": "a", "path": "x"}], "missing_mask": "zeros"}, "it must be fail or ones"),
+        ({"sources": [{"name": "a", "path": "x"}], "sead": 1}, "unknown setting sead"),
+        ({"sources": [{"name": "a", "path": "/nowhere/a.jsonl"}]}, "a /nowhere/a.jsonl: cannot be read: No such file"),
+        ({"sources": [{"name": "a", "path": "/proc"}]}, "a /proc: cannot be read: Is a directory"),
+    ],
+)
+def test_a_bad_configuration_is_refused(tmp_path, config, text):
+    with pytest.raises(Refusal) as caught:
+        pack(config, str(tmp_path / "out"))
+    assert text in str(caught.value)
+
+
+def test_sources_without_records_are_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", [])
+    with pytest.raises(Refusal, match="the sources hold no records"):
+        pack({"sources": [{"name": "a", "path": path}]}, str(tmp_path / "out"))
+
+
+def test_the_command_prints_a_table_and_one_object(tmp_path, sources):
+    command = [sys.executable, "-m", "hidden_state_bridge", "pack", "--config", "-", "--out-dir", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, input=json.dumps({"sources": sources}), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert done.stdout.splitlines()[:-1] == result["table"]
+    assert result["table"][0].split() == ["source", "records", "tokens", "mean", "longest", "cut", "untrained"]
+    assert result["table"][-1].split()[:2] == ["total", "90"]
+    with open(sources[1]["path"], "a") as stream:
+        stream.write("no\n")
+    done = subprocess.run(command, input=json.dumps({"sources": sources}), env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"{sources[1]['name']} {sources[1]['path']}:31: not JSON" in done.stderr

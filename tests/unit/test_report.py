@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report: right numbers, one file, the same when nothing changed."""
+
+from __future__ import annotations
+
+import html.parser
+import io
+import json
+import sys
+
+import pytest
+
+from hidden_state_bridge.__main__ import main
+from hidden_state_bridge.errors import Refusal
+from hidden_state_bridge.report import summarize, write_report
+
+IDENTITY = {"dataset": "d" * 64, "weights": "w", "layers": [1, 29, 57], "final": "post_norm", "dtype": "bfloat16"}
+
+
+def host(name, records, **more):
+    info = {
+        "state": "done",
+        "run": "0123456789ab",
+        "identity": IDENTITY,
+        "provenance": {"host": name, "sglang_version": "0.5.20", "capture_args": ["--disable-radix-cache", "<b>"]},
+        "records_done": records,
+        "tokens_done": records * 1000,
+        "bytes": records * 57_344_000,
+        "sources": {"A2": {"records": records, "tokens": records * 1000, "bytes": records * 57_344_000}},
+        "failed": [],
+        "status": {"seconds_total": 10.0, "started_at": "2026-01-31T12:00:00Z", "updated_at": "2026-01-31T12:00:10Z"},
+        "output_dir": f"/out/{name}",
+        "verify": {"ok": True, "checked": 5, "problems": []},
+    }
+    return {**info, **more}
+
+
+@pytest.fixture
+def request_():
+    return {"format": "specforge", "dataset": {"records": 50, "tokens": 50_000}, "hosts": {"b": host("b", 20), "a": host("a", 30)}}
+
+
+def test_totals(request_):
+    report = summarize(request_)
+    assert report["totals"] == {
+        "records": 50,
+        "tokens": 50_000,
+        "bytes": 50 * 57_344_000,
+        "tok_s": 5000.0,
+        "records_expected": 50,
+        "tokens_expected": 50_000,
+        "failed": 0,
+        "complete": True,
+        "verified": True,
+    }
+    assert [row["host"] for row in report["hosts"]] == ["a", "b"]
+    assert report["sources"] == [{"name": "A2", "records": 50, "tokens": 50_000, "bytes": 50 * 57_344_000}]
+
+
+class Tags(html.parser.HTMLParser):
+    """Notes what stays open, and every address."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.addresses = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br", "link"):
+            self.open.append(tag)
+        self.addresses += [value for key, value in attrs if key in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_files_and_summary(tmp_path, request_):
+    result = write_report(request_, str(tmp_path / "r"))
+    assert result["changed"]
+    text = (tmp_path / "r" / "report.html").read_text()
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open == [] and tags.addresses == []
+    assert "50 / 50" in text and "2.87 GB" in text and "torch.load" in text
+    assert "&lt;b&gt;" in text and "<b>--" not in text
+    assert json.loads((tmp_path / "r" / "report.json").read_text())["totals"]["records"] == 50
+    assert (tmp_path / "r" / "summary.txt").read_text().splitlines() == result["summary"]
+    assert result["summary"] == [
+        "Run       0123456789ab · specforge of layers 1, 29, 57 and post_norm · bfloat16",
+        "Hosts     2 (a, b)",
+        "Records   50 of 50",
+        "Tokens    50,000",
+        "Bytes     2.87 GB",
+        "Speed     5,000 tok/s",
+        "Verified  all names and sizes right, 10 files hashed and right",
+        "Files     a:/out/a",
+        "Files     b:/out/b",
+    ]
+    assert not write_report(request_, str(tmp_path / "r"))["changed"]
+
+
+def test_failures_and_problems_are_listed(tmp_path, request_):
+    problem = {"id": 3, "file": "specforge/rows_0-2000/data_3.ckpt", "reason": "is missing"}
+    request_["hosts"]["a"] = host(
+        "a",
+        29,
+        state="failed",
+        failed=[{"record": 7, "reason": "HTTP 400: too <long>"}],
+        verify={"ok": False, "checked": 5, "problems": [problem]},
+    )
+    result = write_report(request_, str(tmp_path))
+    assert "Records   49 of 50, 1 failed" in result["summary"]
+    assert "Verified  1 files are not as the manifest says" in result["summary"]
+    text = (tmp_path / "report.html").read_text()
+    assert "HTTP 400: too &lt;long&gt;" in text and "data_3.ckpt" in text and "is missing" in text
+
+
+def test_hosts_without_a_result_and_without_a_check(tmp_path, request_):
+    request_["hosts"]["a"].pop("verify")
+    request_["hosts"]["c"] = {"state": "absent", "output_dir": "/out/c"}
+    result = write_report(request_, str(tmp_path))
+    assert "Verified  not checked on every host" in result["summary"]
+    assert "Hosts     2 (a, b)" in result["summary"]
+
+
+def test_hosts_of_different_runs_are_refused(request_):
+    request_["hosts"]["b"]["run"] = "ffffffffffff"
+    with pytest.raises(Refusal, match=r"different runs \(a has 0123456789ab, b has ffffffffffff\)"):
+        summarize(request_)
+
+
+def test_the_command(tmp_path, request_, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request_)))
+    assert main(["report", "--out-dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    assert lines[:-1] == result["summary"]
+    assert result["files"]["html"] == str(tmp_path / "report.html")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("{}"))
+    assert main(["report", "--out-dir", str(tmp_path)]) == 1
+    assert "a report needs" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request_)))
+    assert main(["report", "--out-dir", "/proc/nowhere"]) == 1
+    assert "cannot be written to /proc/nowhere" in capsys.readouterr().err

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verify finds, and that it finds nothing where all is well."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+import hs_manifest as hm
+from hidden_state_bridge.__main__ import main
+from hidden_state_bridge.errors import Refusal
+from hidden_state_bridge.verify import verify
+
+RECORDS = 20
+
+
+@pytest.fixture
+def out(tmp_path):
+    path = tmp_path / "host"
+    hm.claim_directory(str(path), "0" * 12)
+    (path / "specforge" / "rows_0-2000").mkdir(parents=True)
+    writer = hm.ManifestWriter(str(path))
+    for record in range(RECORDS):
+        name = f"specforge/rows_0-2000/data_{record}.ckpt"
+        content = bytes([record]) * (50 + record)
+        (path / name).write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        entry = {"id": record, "source": "a", "line": 1, "file": name, "bytes": len(content), "tokens": 3, "sha256": digest}
+        writer.append([entry])
+    writer.close()
+    return path
+
+
+def file(out, record):
+    return out / f"specforge/rows_0-2000/data_{record}.ckpt"
+
+
+def test_all_is_well(out, capsys):
+    assert main(["verify", "--output-dir", str(out), "--all"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result.pop("problems") == []
+    total = sum(50 + record for record in range(RECORDS))
+    assert result == {"ok": True, "checked": RECORDS, "records": RECORDS, "tokens": 60, "bytes": total, "running": False}
+    assert verify(str(out), 5)["checked"] == 5
+    assert verify(str(out), 500)["checked"] == RECORDS
+
+
+def test_a_flipped_byte_is_found_by_all_and_by_a_sample_that_meets_it(out, capsys):
+    file(out, 7).write_bytes(b"\xff" + file(out, 7).read_bytes()[1:])
+    assert main(["verify", "--output-dir", str(out), "--all"]) == 1
+    [problem] = json.loads(capsys.readouterr().out)["problems"]
+    assert problem == {
+        "id": 7,
+        "file": "specforge/rows_0-2000/data_7.ckpt",
+        "reason": "its content has another SHA-256 than the manifest says",
+    }
+    found = {bool(verify(str(out), 10, seed)["problems"]) for seed in range(12)}
+    assert found == {True, False}
+    assert verify(str(out), 10, 3) == verify(str(out), 10, 3)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "record", "reason"),
+    [
+        (lambda out: file(out, 3).unlink(), 3, "is missing; the next extraction writes it again"),
+        (lambda out: file(out, 3).write_bytes(b"x"), 3, "has 1 bytes, the manifest says otherwise"),
+        (lambda out: (out / "specforge/rows_0-2000/data_99.ckpt").write_bytes(b""), None, "is not in the manifest"),
+        (lambda out: (out / "specforge/rows_0-2000/.data_9.ckpt.tmp-77").write_bytes(b""), None, "that was killed"),
+        (lambda out: (out / hm.MANIFEST).open("a").write('{"id":'), None, "its last line is torn (6 bytes)"),
+        (lambda out: (out / hm.MANIFEST).open("a").write("{}\n"), None, "line 21 is not valid"),
+        (
+            lambda out: (out / hm.MANIFEST).open("a").write((out / hm.MANIFEST).read_text().splitlines()[4] + "\n"),
+            4,
+            "the record has more than one line",
+        ),
+    ],
+)
+def test_each_kind_of_damage_has_its_name(out, spoil, record, reason):
+    spoil(out)
+    result = verify(str(out), 0)
+    [problem] = result["problems"]
+    assert not result["ok"] and problem["id"] == record and reason in problem["reason"]
+
+
+def test_files_in_the_making_are_no_problem_while_an_extractor_works(out):
+    (out / "specforge/rows_0-2000/.data_99.ckpt.tmp-77").write_bytes(b"")
+    lock = hm.Lock(str(out))
+    assert verify(str(out), 0)["ok"] and verify(str(out), 0)["running"]
+    lock.close()
+    assert not verify(str(out), 0)["ok"]
+
+
+def test_a_directory_that_is_not_ours_is_refused(tmp_path, capsys):
+    assert main(["verify", "--output-dir", str(tmp_path)]) == 1
+    assert f"verify: {tmp_path} has no .hidden_state_bridge" in capsys.readouterr().err
+    (tmp_path / hm.MARKER).write_text("{}")
+    with pytest.raises(Refusal, match="a sample of -1 files"):
+        verify(str(tmp_path), -1)
