@@ -1,0 +1,162 @@
+#!/usr/bin/python
+# Copyright (c) hidden_state.bridge contributors
+# GNU General Public License v3.0+ (see LICENSES/GPL-3.0-or-later.txt or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: path_probe
+short_description: Say whether directories can take what is going to be written there
+description:
+  - For each directory, made already or not, tells what stands in the way of writing to it, and the remedy.
+  - Where the directory does not exist, its nearest existing parent is probed.
+  - The probe writes, fsyncs and locks an unnamed or at once removed file. Nothing stays behind.
+author:
+  - hidden_state.bridge contributors (@hidden-state-bridge)
+attributes:
+  check_mode:
+    description: The module changes nothing and does the same in check mode.
+    support: full
+  diff_mode:
+    description: There is nothing to show.
+    support: none
+options:
+  paths:
+    description: The directories, each with what it is for.
+    type: list
+    elements: dict
+    required: true
+    suboptions:
+      path:
+        description: Absolute path of the directory.
+        type: path
+        required: true
+      variable:
+        description: The variable that sets the path, named in the remedy.
+        type: str
+        required: true
+      bytes:
+        description: Bytes that are going to be written there. Paths on one file system are added up.
+        type: int
+        default: 0
+"""
+
+EXAMPLES = r"""
+- name: See whether the states have room
+  hidden_state.bridge.path_probe:
+    paths:
+      - path: /data/states
+        variable: extraction_output_dir
+        bytes: 5030000000000
+"""
+
+RETURN = r"""
+problems:
+  description: What is wrong, each with C(what) and C(remedy). Empty when all is well.
+  returned: always
+  type: list
+  elements: dict
+paths:
+  description: Each path with C(existing), the directory probed, and C(free), the bytes free there.
+  returned: always
+  type: list
+  elements: dict
+"""
+
+import fcntl
+import os
+import pwd
+import stat
+import tempfile
+
+from ansible.module_utils.basic import AnsibleModule
+
+
+def nearest_existing(path: str) -> str:
+    """Return path, or its nearest parent that exists (links count as existing)."""
+    while not os.path.lexists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return path
+
+
+def write_probe(directory: str) -> str:
+    """Write, fsync and lock a file in directory; return what failed, or ''."""
+    try:
+        with tempfile.TemporaryFile(dir=directory, prefix=".hsb-probe-") as file:
+            file.write(b"probe")
+            file.flush()
+            os.fsync(file.fileno())
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def probe(entry: dict) -> tuple[dict, list[dict]]:
+    """Probe one path; return (findings, problems)."""
+    path, variable = entry["path"], entry["variable"]
+    found = {"path": path, "existing": nearest_existing(path), "free": None, "device": None}
+
+    def problem(what: str, remedy: str) -> tuple[dict, list[dict]]:
+        return found, [{"what": f"{variable}: {what}", "remedy": remedy}]
+
+    if not os.path.isabs(path):
+        return problem(f"{path} is not an absolute path", f"set {variable} to an absolute path")
+    mode = os.lstat(found["existing"]).st_mode
+    if found["existing"] == path and stat.S_ISLNK(mode):
+        return problem(f"{path} is a symbolic link", f"set {variable} to the directory itself, or remove the link")
+    if not os.path.isdir(found["existing"]):
+        return problem(f"{found['existing']} is not a directory", f"move it away, or set {variable} to another directory")
+    failed = write_probe(found["existing"])
+    if failed:
+        return problem(
+            f"cannot write to {found['existing']}: {failed}",
+            f"make it writable for {pwd.getpwuid(os.geteuid()).pw_name}, or set {variable} to a directory that is",
+        )
+    vfs = os.statvfs(found["existing"])
+    found.update(free=vfs.f_bavail * vfs.f_frsize, device=os.stat(found["existing"]).st_dev)
+    return found, []
+
+
+def shortages(entries: list[dict], found: list[dict]) -> list[dict]:
+    """Compare what is needed on each file system with what is free there."""
+    problems = []
+    for device in sorted({item["device"] for item in found if item["device"] is not None}):
+        here = [(entry, item) for entry, item in zip(entries, found) if item["device"] == device]
+        need, free = sum(entry["bytes"] for entry, _item in here), here[0][1]["free"]
+        if need > free:
+            names = ", ".join(f"{entry['path']} ({entry['variable']})" for entry, _item in here if entry["bytes"])
+            problems.append(
+                {
+                    "what": f"{names}: {need / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
+                    "remedy": f"free {(need - free) / 1e9:.1f} GB there, choose another file system, or add hosts",
+                }
+            )
+    return problems
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "paths": {
+                "type": "list",
+                "elements": "dict",
+                "required": True,
+                "options": {
+                    "path": {"type": "path", "required": True},
+                    "variable": {"type": "str", "required": True},
+                    "bytes": {"type": "int", "default": 0},
+                },
+            },
+        },
+        supports_check_mode=True,
+    )
+    entries = module.params["paths"]
+    probed = [probe(entry) for entry in entries]
+    found = [item for item, _problems in probed]
+    problems = [problem for _item, listed in probed for problem in listed]
+    module.exit_json(changed=False, paths=found, problems=problems + shortages(entries, found))
+
+
+if __name__ == "__main__":
+    main()

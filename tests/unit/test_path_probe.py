@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Each thing that stands in the way of writing is named, with the variable and a remedy, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ansible_collections.hidden_state.bridge.plugins.modules import path_probe
+
+
+def entry(path, needed=0, variable="extraction_output_dir"):
+    return {"path": str(path), "variable": variable, "bytes": needed}
+
+
+def test_a_directory_to_be_made_is_probed_at_its_nearest_parent(tmp_path):
+    found, problems = path_probe.probe(entry(tmp_path / "a" / "b"))
+    assert problems == [] and found["existing"] == str(tmp_path) and found["free"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda path: path.symlink_to("/tmp"), "is a symbolic link"),
+        (lambda path: path.symlink_to("/nosuch"), "is a symbolic link"),
+        (lambda path: path.write_text("x"), "is not a directory"),
+    ],
+)
+def test_what_is_no_directory_is_refused(tmp_path, make, what):
+    path = tmp_path / "out"
+    make(path)
+    _found, problems = path_probe.probe(entry(path))
+    assert len(problems) == 1 and what in problems[0]["what"]
+    assert "extraction_output_dir" in problems[0]["what"] and problems[0]["remedy"]
+
+
+def test_a_relative_path_is_refused():
+    assert "absolute" in path_probe.probe(entry("out"))[1][0]["what"]
+
+
+def test_a_directory_that_cannot_be_written_is_refused():
+    problem = path_probe.probe(entry("/proc/hsb"))[1][0]
+    assert "cannot write to /proc" in problem["what"]
+
+
+def test_needs_on_one_file_system_are_added_up(tmp_path):
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    entries = [entry(tmp_path, free * 2 // 3), entry(tmp_path / "dumps", free * 2 // 3, "extraction_dump_dir")]
+    found = [path_probe.probe(item)[0] for item in entries]
+    (problem,) = path_probe.shortages(entries, found)
+    assert "extraction_output_dir" in problem["what"] and "extraction_dump_dir" in problem["what"]
+    assert path_probe.shortages(entries[:1], found[:1]) == []
