@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Write docs/variables.md from the argument specs of the roles, which a gate holds equal to the defaults.
 
-    python docs/make_variables.py           writes the page
-    python docs/make_variables.py --check   exits 1 when the page is not what the specs say
+python docs/make_variables.py           writes the page
+python docs/make_variables.py --check   exits 1 when the page is not what the specs say
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def table(role: str) -> str:
         f"| `{name}` | {text(option['description'])}{choices(option)} | {shown(option['default']) if 'default' in option else 'has to be set'} |"
         for name, option in options.items()
     ]
-    return "\n".join([f"\n## {role}\n", text(specs["main"]["short_description"]) + ".\n", "| variable | meaning | default |", "|---|---|---|", *rows])
+    return "\n".join(
+        [f"\n## {role}\n", text(specs["main"]["short_description"]) + ".\n", "| variable | meaning | default |", "|---|---|---|", *rows]
+    )
 
 
 def choices(option: dict) -> str:

@@ -132,7 +132,7 @@ service:
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_manifest, service_query
+from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_manifest, hs_progress, service_query
 
 
 def main():
@@ -156,7 +156,7 @@ def main():
         if module.params["name"]:
             asked = [module.params[key] for key in ("manager", "name", "state_dir")]
             service = service_query.query(*asked)["state"]
-        found = hs_manifest.observe(path, run, service)
+        found = hs_progress.observe(path, run, service)
     except service_query.ServiceError as error:
         module.fail_json(msg=str(error))
     except (OSError, hs_manifest.ManifestError) as error:

@@ -25,7 +25,6 @@ BIN = pathlib.Path(sys.executable).parent
 RECAP = re.compile(r"^one +: ok=(\d+) +changed=(\d+) +unreachable=(\d+) +failed=(\d+)", re.MULTILINE)
 
 
-
 def recap(output: str) -> dict[str, int]:
     """The counts of the host's line in the play recap."""
     return dict(zip(("ok", "changed", "unreachable", "failed"), map(int, RECAP.search(output).groups()), strict=True))
@@ -97,7 +96,12 @@ class Site:
         """Run a playbook to its end and return its output; the exit status has to be as expected."""
         done = subprocess.run(
             self.command(playbook, *arguments, extra=extra),
-            cwd=ROOT, env=self.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
+            cwd=ROOT,
+            env=self.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
         )
         print(done.stdout)
         assert (done.returncode != 0) == fails, f"{playbook} ended with {done.returncode}"
@@ -106,7 +110,12 @@ class Site:
     def start(self, playbook: str, *arguments: str, extra: dict | None = None) -> subprocess.Popen:
         return subprocess.Popen(
             self.command(playbook, *arguments, extra=extra),
-            cwd=ROOT, env=self.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            cwd=ROOT,
+            env=self.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
 
     def generate(self, input_ids: list[int], new_tokens: int, rid: str | None = None) -> list[int]:

@@ -94,7 +94,7 @@ def test_extract_does_the_whole_job(site):
     assert re.search(r"\d+/\d+ records .* ETA", output), "no progress shown"
     meta = site.packed_meta()
     counts = collections.Counter(entry["id"] for entry in site.manifest())
-    assert counts == {record: 1 for record in range(meta["records"])}
+    assert counts == dict.fromkeys(range(meta["records"]), 1)
     assert sum(entry["tokens"] for entry in site.manifest()) == meta["tokens"]
     assert {source["name"] for source in meta["sources"]} == {entry["source"] for entry in site.manifest()}
     assert len(meta["sources"]) == 8
@@ -110,7 +110,10 @@ def test_every_token_equals_transformers(site):
     packed = next((site.directory / "state" / "datasets").glob("*/meta.json")).parent
     done = subprocess.run(
         [site.engine / "bin" / "python", HERE / "compare_states.py", MODEL, site.output / "one", packed],
-        stdout=subprocess.PIPE, check=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     result = json.loads(done.stdout.splitlines()[-1])
     print(json.dumps(result, indent=1))
@@ -164,7 +167,12 @@ def test_status_tells_the_end(site):
 
 def test_nothing_is_lost_or_doubled_when_extractor_and_controller_are_killed(site):
     output = site.directory / "killed"
-    extra = {"extraction_output_dir": str(output), "extraction_concurrency": 1, "extraction_afterwards": "keep"}
+    extra = {
+        "extraction_output_dir": str(output),
+        "extraction_report_dir": str(site.directory / "reports-killed"),
+        "extraction_concurrency": 1,
+        "extraction_afterwards": "keep",
+    }
     controller = site.start("extract.yml", extra=extra)
     killed = 0
     deadline = time.monotonic() + 400
@@ -187,7 +195,7 @@ def test_nothing_is_lost_or_doubled_when_extractor_and_controller_are_killed(sit
 
     site.play("extract.yml", extra=extra)
     counts = collections.Counter(entry["id"] for entry in site.manifest(output))
-    assert counts == {record: 1 for record in range(site.packed_meta()["records"])}
+    assert counts == dict.fromkeys(range(site.packed_meta()["records"]), 1)
     site.play("verify.yml", extra=extra)
     temporary = [str(path) for path in output.rglob("*") if ".tmp" in path.name]
     assert not temporary

@@ -27,7 +27,10 @@ def test_a_limit_that_matches_no_host_is_refused(site, tmp_path):
     for limit, message in (("trainer", "No host to work on"), ("nosuch", "match")):
         done = subprocess.run(
             [BIN / "ansible-playbook", "playbooks/extract.yml", "-i", both, "--limit", limit],
-            cwd=ROOT, capture_output=True, text=True, check=False,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode != 0 and message in done.stdout + done.stderr, done.stdout + done.stderr
 

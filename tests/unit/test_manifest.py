@@ -11,6 +11,7 @@ import time
 import pytest
 
 import hs_manifest as hm
+import hs_progress
 
 IDENTITY = {"dataset": "d", "weights": "w", "layers": [1, 3, 4], "final": "post_norm", "dtype": "float32"}
 RUN = hm.run_of(IDENTITY)
@@ -192,21 +193,21 @@ def write_status(out, state, **more):
 def test_progress_line(out):
     write_status(out, "running")
     lock = hm.Lock(str(out))
-    found = hm.observe(str(out))
+    found = hs_progress.observe(str(out))
     assert found["state"] == "running"
     assert found["line"] == ("1,204/37,312 records (3.2 %) · 2.8 M/87.8 M tokens · 18.4 k tok/s · ETA 1 h 17 m · 3.1 TB free")
     lock.close()
 
 
 def test_absent(tmp_path):
-    found = hm.observe(str(tmp_path / "nowhere"))
+    found = hs_progress.observe(str(tmp_path / "nowhere"))
     assert (found["state"], found["line"], found["done"], found["run"]) == ("absent", "absent", "", "")
 
 
 def test_dead_says_since_when_and_what_to_do(out):
     append(out, entry(out, 0), entry(out, 1, source="b"))
     write_status(out, "running")
-    found = hm.observe(str(out), RUN)
+    found = hs_progress.observe(str(out), RUN)
     assert found["state"] == "dead"
     assert found["line"].startswith("dead since 2026-01-31T12:00:00Z · 2/37,312 records")
     assert "start it again" in found["line"]
@@ -218,25 +219,25 @@ def test_dead_says_since_when_and_what_to_do(out):
 @pytest.mark.parametrize("state", ["done", "failed", "stopped"])
 def test_ended(out, state):
     write_status(out, state, message="why", failed=[{"record": 3, "reason": "too long"}], failed_total=1)
-    found = hm.observe(str(out), RUN, "stopped")
+    found = hs_progress.observe(str(out), RUN, "stopped")
     assert found["state"] == state and found["failed"] == [{"record": 3, "reason": "too long"}]
     assert f"1 failed · {state}" in found["line"] and found["line"].endswith(": why") == (state == "failed")
 
 
 def test_the_service_tells_what_the_lock_cannot(out):
     write_status(out, "failed", message="of an earlier start")
-    assert hm.observe(str(out), RUN, "running")["state"] == "starting"
-    assert hm.observe(str(out), RUN, "running")["message"] == ""
+    assert hs_progress.observe(str(out), RUN, "running")["state"] == "starting"
+    assert hs_progress.observe(str(out), RUN, "running")["message"] == ""
     write_status(out, "done")
-    assert hm.observe(str(out), RUN, "failed")["state"] == "failed"
+    assert hs_progress.observe(str(out), RUN, "failed")["state"] == "failed"
     lock = hm.Lock(str(out))
-    assert hm.observe(str(out))["state"] == "starting", "an extractor that has not begun to work"
+    assert hs_progress.observe(str(out))["state"] == "starting", "an extractor that has not begun to work"
     lock.close()
 
 
 def test_another_run_is_a_conflict_and_counts_nothing_as_done(out):
     append(out, entry(out, 0))
-    found = hm.observe(str(out), "0123456789ab")
+    found = hs_progress.observe(str(out), "0123456789ab")
     assert found["state"] == "failed" and found["done"] == "" and found["records_done"] == 0
     assert found["conflict"] == f"{out} holds run {RUN}, not 0123456789ab"
 
@@ -248,11 +249,11 @@ def test_the_size_of_the_real_run_takes_about_a_second(out):
     line = json.dumps({**entry(out, 0), "sglang_version": "0.5.20"})
     (out / hm.MANIFEST).write_text("".join(line.replace('"id": 0', f'"id": {n}') + "\n" for n in range(37312)))
     began = time.process_time()
-    found = hm.observe(str(out))
+    found = hs_progress.observe(str(out))
     assert found["done"] == "0-37311" and time.process_time() - began < 3
 
 
 def test_numbers_for_people():
-    assert [hm.short(n) for n in (0, 312, 9999, 18_400, 2_800_000, 87.8e6)] == ["0", "312", "9,999", "18.4 k", "2.8 M", "87.8 M"]
-    assert [hm.size(n) for n in (12, 57_344, 5.03e12)] == ["12 B", "57.3 kB", "5.03 TB"]
-    assert [hm.duration(n) for n in (12, 185, 4620)] == ["12 s", "3 m 05 s", "1 h 17 m"]
+    assert [hs_progress.short(n) for n in (0, 312, 9999, 18_400, 2_800_000, 87.8e6)] == ["0", "312", "9,999", "18.4 k", "2.8 M", "87.8 M"]
+    assert [hs_progress.size(n) for n in (12, 57_344, 5.03e12)] == ["12 B", "57.3 kB", "5.03 TB"]
+    assert [hs_progress.duration(n) for n in (12, 185, 4620)] == ["12 s", "3 m 05 s", "1 h 17 m"]

@@ -16,6 +16,7 @@ from extractor_process import RECORDS
 from fake_server import FINAL, LAYERS, FakeServer, expected_state
 
 import hs_manifest
+import hs_progress
 
 
 def test_specforge_files_hold_just_what_the_server_captured(site):
@@ -104,7 +105,7 @@ def test_killed_and_started_again(site, lines):
         site.kill(process)
         done = hs_manifest.Manifest(str(site.output)).entries
         assert len(done) >= lines
-        found = hs_manifest.observe(str(site.output))
+        found = hs_progress.observe(str(site.output))
         assert found["state"] == "dead"
         assert found["records_done"] == len(done)
         assert "dead since 20" in found["line"] and "start it again" in found["message"]
@@ -156,7 +157,7 @@ def test_sigterm_finishes_what_is_in_flight(site):
     with FakeServer(site.dumps, delay=0.2) as server:
         process = site.start(url=server.url)
         site.wait_for_lines(4)
-        assert hs_manifest.observe(str(site.output))["state"] == "running"
+        assert hs_progress.observe(str(site.output))["state"] == "running"
         out = site.kill(process, signal.SIGTERM)
         assert process.exitcode == 0, out
         status = site.status()
@@ -176,7 +177,7 @@ def test_status_tells_rate_and_eta_while_running(site):
             if (site.output / "status.json").exists():
                 seen = site.status()
             time.sleep(0.05)
-        line = hs_manifest.observe(str(site.output))["line"]
+        line = hs_progress.observe(str(site.output))["line"]
         site.kill(process, signal.SIGTERM)
     assert seen["state"] == "running" and seen["tok_s"] > 0 and seen["pid"] == process.pid
     assert seen["tokens_total"] == int(site.dataset.lengths.sum())

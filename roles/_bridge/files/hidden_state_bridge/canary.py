@@ -15,9 +15,8 @@ import numpy as np
 
 from . import dumps
 from .client import Client, RecordRefused, RequestFailed, ServerAway
-from .config import ExtractConfig
+from .config import ExtractConfig, read_key
 from .errors import Refusal
-from .extract import read_key
 from .packed import PackedDataset, Record
 
 RECORDS = 6

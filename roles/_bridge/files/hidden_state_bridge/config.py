@@ -126,3 +126,14 @@ def _check_choices(config: ExtractConfig) -> None:
             raise ConfigError(f"identity.{name} is {config.identity.get(name)!r} and {name} {getattr(config, name)!r}")
     if config.run != hs_manifest.run_of(config.identity):
         raise ConfigError(f"run is {config.run!r}; by its identity it is {hs_manifest.run_of(config.identity)!r}")
+
+
+def read_key(path: str | None) -> str | None:
+    """The API key in that file, or None without one. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return stream.read().strip()
+    except OSError as error:
+        raise ConfigError(f"api_key_file {path}: {error.strerror}; give a file that the extractor can read") from error

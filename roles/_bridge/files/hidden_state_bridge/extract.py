@@ -11,7 +11,6 @@ the server went away, 2 something has to be changed first.
 from __future__ import annotations
 
 import asyncio
-import grp
 import os
 import signal
 import time
@@ -22,10 +21,11 @@ from typing import Any
 import numpy as np
 
 import hs_manifest
+import hs_progress
 
 from . import dumps, store
 from .client import Client, RecordRefused, RequestFailed, ServerAway
-from .config import ExtractConfig
+from .config import ExtractConfig, read_key
 from .errors import ConfigError, Refusal
 from .packed import PackedDataset
 from .plan import mask_of
@@ -45,7 +45,7 @@ class Extraction:
 
     def __init__(self, config: ExtractConfig) -> None:
         self.config = config
-        self.access = access_of(config.group)
+        self.access = store.access_of(config.group)
         self.layout = dumps.Layout(tuple(config.layers), config.final, config.hidden_size, config.dtype)
         self.target = store.Target(config.output_dir, config.format, self.layout, self.access)
         self.progress: Progress | None = None
@@ -120,8 +120,8 @@ class Extraction:
         free = free_bytes(config.output_dir)
         if free - self._in_flight_bytes < config.min_free_bytes:
             raise ConfigError(
-                f"the file system of {config.output_dir} has {hs_manifest.size(free)} free, and"
-                f" {hs_manifest.size(config.min_free_bytes)} stay free (min_free_bytes); make room and start again:"
+                f"the file system of {config.output_dir} has {hs_progress.size(free)} free, and"
+                f" {hs_progress.size(config.min_free_bytes)} stay free (min_free_bytes); make room and start again:"
                 " the extraction goes on where it stopped"
             )
 
@@ -198,7 +198,7 @@ class Extraction:
         if not self._in_flight_bytes and free < size:
             self._give_up(
                 ConfigError(
-                    f"record {record} needs {hs_manifest.size(size)} in {config.dump_dir} and {hs_manifest.size(free)}"
+                    f"record {record} needs {hs_progress.size(size)} in {config.dump_dir} and {hs_progress.size(free)}"
                     " are free there; make room, or set the dump directory to a larger file system"
                 )
             )
@@ -391,27 +391,6 @@ def run_service(config: ExtractConfig) -> int:
         raise
     finally:
         extraction.close()
-
-
-def access_of(group: str | None) -> store.Access:
-    """Only the owner, or the group as well: 0750 and 0640. Raises ConfigError for a group that is not there."""
-    if group is None:
-        return store.Access()
-    try:
-        return store.Access(0o750, 0o640, grp.getgrnam(group).gr_gid)
-    except KeyError as error:
-        raise ConfigError(f"group {group!r} does not exist on this host; make it or choose another") from error
-
-
-def read_key(path: str | None) -> str | None:
-    """The API key in that file, or None without one. Raises ConfigError."""
-    if path is None:
-        return None
-    try:
-        with open(path, encoding="utf-8") as stream:
-            return stream.read().strip()
-    except OSError as error:
-        raise ConfigError(f"api_key_file {path}: {error.strerror}; give a file that the extractor can read") from error
 
 
 def say(text: str) -> None:

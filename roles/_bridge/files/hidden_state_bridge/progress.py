@@ -9,6 +9,7 @@ from collections import deque
 from typing import Any
 
 import hs_manifest
+import hs_progress
 
 from .store import Access
 
@@ -115,7 +116,7 @@ class Progress:
     @property
     def line(self) -> str:
         """One line for the log."""
-        return hs_manifest.progress_line(self.status)
+        return hs_progress.progress_line(self.status)
 
 
 def free_bytes(path: str) -> int:

@@ -9,7 +9,7 @@ import pkgutil
 import tempfile
 from typing import Any
 
-import hs_manifest
+import hs_progress
 
 from .errors import Refusal
 
@@ -109,8 +109,8 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         f"Hosts     {hosts:,} ({', '.join(row['host'] for row in working[:4])}{', …' if hosts > 4 else ''})",
         f"Records   {totals['records']:,}{expected}" + (f", {totals['failed']:,} failed" if totals["failed"] else ""),
         f"Tokens    {totals['tokens']:,}",
-        f"Bytes     {hs_manifest.size(totals['bytes'])}",
-        f"Speed     {hs_manifest.short(totals['tok_s'])} tok/s",
+        f"Bytes     {hs_progress.size(totals['bytes'])}",
+        f"Speed     {hs_progress.short(totals['tok_s'])} tok/s",
         f"Verified  {verified}",
     ]
     lines += [f"Files     {row['host']}:{row['output_dir']}" for row in working[:4]]
@@ -129,8 +129,8 @@ def write_report(request: dict[str, Any], out_dir: str) -> dict[str, Any]:
     report = summarize(request)
     lines = summary_lines(report)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(count=hs_manifest.count, short=hs_manifest.short, size=hs_manifest.size)
-    environment.filters.update(duration=hs_manifest.duration)
+    environment.filters.update(count=hs_progress.count, short=hs_progress.short, size=hs_progress.size)
+    environment.filters.update(duration=hs_progress.duration)
     template = environment.from_string((pkgutil.get_data(__package__, TEMPLATE) or b"").decode())
     html = template.render(report=report, help=FORMAT_HELP.get(report["output_format"], ""))
     files = {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import hs_manifest
 from hs_capture import dumpfile
 
 from . import dumps
+from .errors import ConfigError
 from .formats import FORMATS, file_name
 from .packed import Record
 
@@ -23,6 +25,16 @@ class Access:
     directory_mode: int = 0o700
     file_mode: int = 0o600
     gid: int = -1
+
+
+def access_of(group: str | None) -> Access:
+    """Only the owner, or the group as well: 0750 and 0640. Raises ConfigError for a group that is not there."""
+    if group is None:
+        return Access()
+    try:
+        return Access(0o750, 0o640, grp.getgrnam(group).gr_gid)
+    except KeyError as error:
+        raise ConfigError(f"group {group!r} does not exist on this host; make it or choose another") from error
 
 
 @dataclass(frozen=True)

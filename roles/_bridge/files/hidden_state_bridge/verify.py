@@ -30,7 +30,9 @@ def file_hash(path: str) -> str:
 def _hash_problem(output_dir: str, entry: dict[str, Any]) -> dict[str, Any] | None:
     try:
         same = file_hash(os.path.join(output_dir, entry["file"])) == entry["sha256"]
-        reason = None if same else "its content has another SHA-256 than the manifest says"
+        reason = None
+        if not same:
+            reason = "its content has another SHA-256 than the manifest says; remove it, and the next extraction writes it again"
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
     return {"id": entry["id"], "file": entry["file"], "reason": reason} if reason else None

@@ -1,0 +1,131 @@
+# Copyright (c) hidden_state.bridge contributors
+# Apache License 2.0 (see LICENSES/Apache-2.0.txt or https://www.apache.org/licenses/LICENSE-2.0)
+# SPDX-License-Identifier: Apache-2.0
+"""How far an extraction is, in words and as a dict, from what its output directory tells."""
+
+from __future__ import annotations
+
+import os
+
+if __package__:
+    from . import hs_manifest
+else:
+    import hs_manifest
+
+
+def count(number):
+    """A whole number for people: `37,312`."""
+    return format(int(number), ",")
+
+
+def short(number):
+    """A count for people: `87.8 M`, `18.4 k`, `312`."""
+    for scale, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k")):
+        if number >= scale:
+            return "%.1f%s" % (number / (1e3 if scale == 1e4 else scale), unit)
+    return count(number)
+
+
+def size(number):
+    """Bytes for people, in powers of 1000: `5.03 TB`."""
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= scale:
+            return "%.3g %s" % (number / scale, unit)
+    return "%d B" % number
+
+
+def duration(seconds):
+    """A time span for people: `1 h 17 m`, `3 m 05 s`, `12 s`."""
+    seconds = int(seconds)
+    if seconds >= 3600:
+        return "%d h %02d m" % (seconds // 3600, seconds % 3600 // 60)
+    if seconds >= 60:
+        return "%d m %02d s" % (seconds // 60, seconds % 60)
+    return "%d s" % seconds
+
+
+def progress_line(status):
+    """One line of progress from a status as the extractor writes it."""
+    done, total = status.get("records_done", 0), status.get("records_total", 0)
+    parts = [
+        "%s/%s records (%.1f %%)" % (count(done), count(total), 100.0 * done / total if total else 100.0),
+        "%s/%s tokens" % (short(status.get("tokens_done", 0)), short(status.get("tokens_total", 0))),
+    ]
+    if status.get("tok_s"):
+        parts.append("%s tok/s" % short(status["tok_s"]))
+    if status.get("state") == "running" and status.get("eta_s") is not None:
+        parts.append("ETA %s" % duration(status["eta_s"]))
+    if status.get("bytes_free") is not None:
+        parts.append("%s free" % size(status["bytes_free"]))
+    if status.get("failed_total"):
+        parts.append("%s failed" % count(status["failed_total"]))
+    return " \u00b7 ".join(parts)
+
+
+def observe(path, run=None, service="unknown"):
+    """What an output directory tells of its extraction, as a dict; nothing there is changed.
+
+    run: the run that is asked for; another one in the directory is a `conflict`.
+    service: `running`, `starting`, `stopping`, `stopped`, `failed` or `absent` as the host's service manager has it, or
+    `unknown`.
+    """
+    known = hs_manifest.read_json(os.path.join(path, hs_manifest.RUN)) or {}
+    if run and known and known.get("run") != run:
+        message = "%s holds run %s, not %s" % (path, known.get("run"), run)
+        found = _observation("failed", known, hs_manifest.Manifest(path), {}, message)
+        found.update(conflict=message, done="", records_done=0, tokens_done=0, bytes=0, sources={})
+        return found
+    alive = os.path.isdir(path) and hs_manifest.is_locked(path)
+    # Read after the lock was seen free, the status is the last that its extractor wrote.
+    status = hs_manifest.read_json(os.path.join(path, hs_manifest.STATUS)) or {}
+    state = status.get("state", "absent" if not known else "stopped")
+    message = status.get("message") or ""
+    if alive:
+        state = "running" if state == "running" else "starting"
+    elif service in ("running", "starting"):
+        # The service is up and has not taken the lock: what status.json says is of an earlier start.
+        state, message = "starting", ""
+    elif state in ("starting", "running"):
+        state = "dead"
+        message = "the extractor died; it last wrote at %s; start it again and it goes on where it was" % (
+            status.get("updated_at", "an unknown time")
+        )
+    elif service == "failed" and state != "failed":
+        state, message = "failed", "the extraction service failed before it could start; its log says why"
+    return _observation(state, known, hs_manifest.Manifest(path), status, message)
+
+
+def _observation(state, known, manifest, status, message):
+    sources = {}
+    for entry in manifest.entries.values():
+        source = sources.setdefault(entry["source"], {"records": 0, "tokens": 0, "bytes": 0})
+        source["records"] += 1
+        source["tokens"] += entry["tokens"]
+        source["bytes"] += entry["bytes"]
+    totals = {key: sum(source[key] for source in sources.values()) for key in ("records", "tokens", "bytes")}
+    shown = dict(status, state=state)
+    if state not in ("starting", "running"):
+        shown.update(records_done=totals["records"], tokens_done=totals["tokens"])
+    line = state if state in ("absent", "starting") else progress_line(shown)
+    if state == "dead":
+        line = "dead since %s \u00b7 %s" % (status.get("updated_at", "an unknown time"), line)
+    elif state in ("done", "failed", "stopped"):
+        line = "%s \u00b7 %s" % (line, state)
+    if message and state in ("dead", "failed"):
+        line = "%s: %s" % (line, message)
+    return {
+        "state": state,
+        "line": line,
+        "message": message,
+        "conflict": "",
+        "run": known.get("run", ""),
+        "identity": known.get("identity", {}),
+        "provenance": known.get("provenance", {}),
+        "done": hs_manifest.encode_ranges(manifest.entries),
+        "records_done": totals["records"],
+        "tokens_done": totals["tokens"],
+        "bytes": totals["bytes"],
+        "sources": sources,
+        "failed": status.get("failed", []),
+        "status": status,
+    }
