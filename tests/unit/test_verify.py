@@ -54,7 +54,7 @@ def test_a_flipped_byte_is_found_by_all_and_by_a_sample_that_meets_it(out, capsy
     assert problem == {
         "id": 7,
         "file": "specforge/rows_0-2000/data_7.ckpt",
-        "reason": "its content has another SHA-256 than the manifest says",
+        "reason": "its content has another SHA-256 than the manifest says; remove it, and the next extraction writes it again",
     }
     found = {bool(verify(str(out), 10, seed)["problems"]) for seed in range(12)}
     assert found == {True, False}

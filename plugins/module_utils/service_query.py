@@ -1,0 +1,269 @@
+# Copyright (c) hidden_state.bridge contributors
+# GNU General Public License v3.0+ (see LICENSES/GPL-3.0-or-later.txt or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What a service is doing, seen from the service manager and from the process itself.
+
+PRIVATE to the collection. The manager knows the main process of a service; ``/proc`` knows what that
+process was really started with. SGLang renames its workers (setproctitle overwrites their arguments and
+environment), never its main process, so only the main process is asked.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import time
+import xmlrpc.client
+
+from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+
+TAG_VARIABLE = "HIDDEN_STATE_BRIDGE_SERVICE"
+"""Environment variable in which a unit hands its process the hash of what the unit says."""
+
+START_MARK = "hidden_state_bridge: start as pid "
+"""Begins the first line of each start in a log file that holds several; the pid ends that line."""
+
+DEFAULT_STATE_DIR = "/var/lib/hidden_state_bridge"
+
+_SYSTEMD_STATES = {
+    "active": "running",
+    "reloading": "running",
+    "activating": "starting",
+    "deactivating": "stopping",
+    "failed": "failed",
+    "inactive": "stopped",
+}
+_SUPERVISOR_STATES = {
+    "RUNNING": "running",
+    "STARTING": "starting",
+    "BACKOFF": "starting",
+    "STOPPING": "stopping",
+    "STOPPED": "stopped",
+    "EXITED": "stopped",
+    "FATAL": "failed",
+    "UNKNOWN": "failed",
+}
+
+
+class ServiceError(Exception):
+    """A service manager cannot be asked, or did not do what it was told."""
+
+
+# -- systemd -----------------------------------------------------------------------------------------
+
+
+def run(argv, timeout=60, environment=None):
+    """(return code, standard output, standard error) of a short command; ServiceError where it cannot run."""
+    try:
+        done = subprocess.run(argv, capture_output=True, timeout=timeout, check=False, env=environment)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ServiceError("%s: %s" % (" ".join(argv), error)) from error
+    return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
+
+
+def unit_name(name):
+    """The systemd unit of a service."""
+    return name if name.endswith(".service") else name + ".service"
+
+
+def _query_systemd(name):
+    wanted = "LoadState,ActiveState,MainPID,ControlGroup,ExecMainStatus,NRestarts,InvocationID,NeedDaemonReload"
+    try:
+        code, out, err = run(["systemctl", "show", unit_name(name), "--property=" + wanted])
+    except ServiceError:
+        return {"state": "absent", "pid": None, "detail": "no systemctl on this host"}
+    if code != 0:
+        raise ServiceError("systemctl show %s: %s" % (unit_name(name), err.strip() or out.strip()))
+    facts = dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
+    state = _SYSTEMD_STATES.get(facts.get("ActiveState", ""), "failed")
+    if facts.get("LoadState") == "not-found" and state in ("stopped", "failed"):
+        state = "absent"
+    status = facts.get("ExecMainStatus", "0")
+    return {
+        "state": state,
+        "pid": int(facts.get("MainPID") or 0) or None,
+        "detail": "exit status %s" % status if status != "0" and state != "running" else "",
+        "restarts": int(facts.get("NRestarts") or 0),
+        "cgroup": facts.get("ControlGroup") or "",
+        "invocation": facts.get("InvocationID") or "",
+        "reload_needed": facts.get("NeedDaemonReload") == "yes",
+    }
+
+
+def _cgroup_pids(cgroup):
+    pids = set()
+    # Unified hierarchy first; then where hybrid and legacy hosts keep systemd's own.
+    for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/sys/fs/cgroup/systemd"):
+        for directory, _names, files in os.walk(root + cgroup):
+            if "cgroup.procs" in files:
+                try:
+                    with open(os.path.join(directory, "cgroup.procs"), encoding="ascii") as stream:
+                        pids.update(int(line) for line in stream.read().split())
+                except (OSError, ValueError):
+                    continue
+    return pids
+
+
+# -- supervisor --------------------------------------------------------------------------------------
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path, timeout):
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class _UnixTransport(xmlrpc.client.Transport):
+    def __init__(self, path, timeout):
+        super().__init__()
+        self._path = path
+        self._timeout = timeout
+
+    def make_connection(self, host):
+        return _UnixConnection(self._path, self._timeout)
+
+
+def supervisor_socket(state_dir):
+    """The control socket of the host's supervisord."""
+    return os.path.join(state_dir, "supervisor", "supervisor.sock")
+
+
+def supervisor(state_dir, timeout=30):
+    """supervisord's XML-RPC interface (``.supervisor.METHOD()``); None where no supervisord answers."""
+    path = supervisor_socket(state_dir)
+    proxy = xmlrpc.client.ServerProxy("http://localhost/RPC2", transport=_UnixTransport(path, timeout), allow_none=True)
+    try:
+        proxy.supervisor.getState()
+    except (FileNotFoundError, ConnectionRefusedError):
+        return None
+    except (OSError, http.client.HTTPException, xmlrpc.client.Error) as error:
+        raise ServiceError("%s: supervisord does not answer: %s" % (path, error)) from error
+    return proxy
+
+
+def _query_supervisor(name, state_dir):
+    proxy = supervisor(state_dir)
+    if proxy is None:
+        return {"state": "absent", "pid": None, "detail": "supervisord is not running"}
+    try:
+        facts = proxy.supervisor.getProcessInfo(name)
+    except xmlrpc.client.Fault as fault:
+        if "BAD_NAME" in fault.faultString:
+            return {"state": "absent", "pid": None, "detail": ""}
+        raise ServiceError("supervisord: %s: %s" % (name, fault.faultString)) from fault
+    state = _SUPERVISOR_STATES.get(facts["statename"], "failed")
+    detail = ""
+    if facts["statename"] == "EXITED" and facts["exitstatus"] != 0:
+        state = "failed"
+        detail = "killed by a signal" if facts["exitstatus"] < 0 else "exit status %d" % facts["exitstatus"]
+    elif state == "failed":
+        detail = facts["spawnerr"]
+    return {"state": state, "pid": facts["pid"] or None, "detail": detail}
+
+
+def pids_file(state_dir, name):
+    """Where each start of a service under supervisor adds its pid."""
+    return os.path.join(state_dir, "services", name, "pids")
+
+
+def leftovers_of(state_dir, name):
+    """Processes of a service that its supervisord may have no hand on any more.
+
+    A server's workers outlive a main process that was killed, and everything outlives a supervisord that was. They are in the
+    process groups of the pids that the starts wrote down; a pid cannot be given away while its group has members.
+    """
+    try:
+        with open(pids_file(state_dir, name), encoding="ascii") as stream:
+            pids, written = [int(line) for line in stream], os.fstat(stream.fileno()).st_mtime
+    except (OSError, ValueError):
+        return []
+    with open("/proc/uptime", encoding="ascii") as stream:
+        booted = time.time() - float(stream.read().split()[0])
+    if written < booted:
+        return []
+    found = set()
+    for pid in pids:
+        leader = hp.process(pid) if hp.is_alive(pid) else None
+        if leader is None or TAG_VARIABLE in (leader["environment"] or {}):
+            found.update(hp.family_of(pid))
+    return sorted(found)
+
+
+# -- both --------------------------------------------------------------------------------------------
+
+
+def resolve_manager(manager):
+    """``auto`` is systemd where systemd is running this host, supervisor elsewhere."""
+    if manager == "auto":
+        return "systemd" if os.path.isdir("/run/systemd/system") else "supervisor"
+    if manager not in ("systemd", "supervisor"):
+        raise ServiceError("unknown service manager %r: systemd or supervisor" % manager)
+    return manager
+
+
+def query(manager, name, state_dir=DEFAULT_STATE_DIR):
+    """What a service is doing.
+
+    Returns ``state`` (running, starting, stopping, stopped, failed, absent), ``pid`` of the main process,
+    ``since`` (its start, seconds since the epoch), ``argv``, ``environment`` (None where it cannot be read),
+    ``processes`` (pids that belong to the service) and ``detail`` (how it ended, for people).
+    Raises ServiceError where the manager cannot be asked.
+    """
+    manager = resolve_manager(manager)
+    found = _query_systemd(name) if manager == "systemd" else _query_supervisor(name, state_dir)
+    seen = hp.process(found["pid"]) if found["pid"] else None
+    pids = set(hp.family_of(found["pid"])) if seen else set()
+    if manager == "supervisor":
+        pids |= set(leftovers_of(state_dir, name))
+    if found.get("cgroup"):
+        pids |= _cgroup_pids(found["cgroup"])
+    found.update(
+        manager=manager,
+        name=name,
+        since=seen["since"] if seen else None,
+        argv=seen["argv"] if seen else [],
+        environment=seen["environment"] if seen else None,
+        processes=sorted(pids),
+    )
+    return found
+
+
+def service_log(state_dir, name):
+    """The log file of a service under supervisor."""
+    return os.path.join(state_dir, "supervisor", "log", name + ".log")
+
+
+def log_tail(manager, name, state_dir=DEFAULT_STATE_DIR, lines=40, pid=None, since=None):
+    """Last lines of what one start of a service printed; [] where there is no log.
+
+    That start is told by its main process ``pid`` (supervisor) or its time ``since`` (systemd, seconds since the epoch);
+    without them it is the last one.
+    """
+    if resolve_manager(manager) == "systemd":
+        argv = ["journalctl", "--output=cat", "--no-pager", "--lines=%d" % lines]
+        if since:
+            argv += ["--unit=" + unit_name(name), "--since=@%d" % since]
+        else:
+            argv += ["_SYSTEMD_INVOCATION_ID=" + query("systemd", name).get("invocation", "")]
+        try:
+            code, out, _err = run(argv)
+        except ServiceError:
+            return []
+        return out.splitlines()[-lines:] if code == 0 else []
+    try:
+        with open(service_log(state_dir, name), "rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - 512 * 1024))
+            text = stream.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    # The rest of a mark's line is the pid.
+    starts = [part.partition("\n") for part in text.split(START_MARK)]
+    wanted = [rest for mark, _newline, rest in starts if pid is None or mark == str(pid)]
+    return [line for line in (wanted or [""])[-1].splitlines() if line.strip()][-lines:]

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""When a running process is replaced, and what the module does about it."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
+from ansible_collections.hidden_state.bridge.plugins.modules import managed_service
+
+
+def running(**changed):
+    service = {"pid": 7, "since": 1000.0, "argv": ["python", "--a"], "environment": {sq.TAG_VARIABLE: "right"}}
+    return dict(service, **changed)
+
+
+def test_a_right_process_is_left_alone(tmp_path):
+    old = tmp_path / "model.py"
+    old.write_text("")
+    os.utime(old, (999, 999))
+    assert managed_service.restart_reasons(running(), "right", ["python", "--a"], [str(old), str(tmp_path / "none")]) == []
+
+
+def test_other_arguments_are_told():
+    (reason,) = managed_service.restart_reasons(running(), "wrong", ["python", "--b"], [])
+    assert "lacks [--b], has [--a]" in reason
+
+
+def test_other_settings_are_told():
+    (reason,) = managed_service.restart_reasons(running(), "wrong", ["python", "--a"], [])
+    assert reason == "runs with other settings than wanted"
+
+
+def test_a_process_of_someone_else_is_not_taken_for_ours():
+    assert managed_service.restart_reasons(running(environment={}), "right", [], [])
+    (reason,) = managed_service.restart_reasons(running(environment=None), "right", [], [])
+    assert "cannot be read" in reason
+
+
+def test_a_file_written_after_the_start(tmp_path):
+    patched = tmp_path / "model.py"
+    patched.write_text("")
+    os.utime(patched, (1001, 1001))
+    assert managed_service.restart_reasons(running(), "right", [], [str(patched)]) == []
+    os.utime(patched, (1010, 1010))
+    (reason,) = managed_service.restart_reasons(running(), "right", [], [str(patched)])
+    assert str(patched) in reason
+
+
+# -- the module as a whole, with a manager that does what it is told ------------------------------------
+
+
+class Outcome(Exception):
+    """How the module ended."""
+
+    def __init__(self, failed, **values):
+        super().__init__(values.get("msg", ""))
+        self.failed = failed
+        self.values = values
+
+
+class FakeModule:
+    """As much of an AnsibleModule as the worker uses."""
+
+    _diff = False
+
+    def __init__(self, check_mode=False, **params):
+        defaults = {"name": "sglang", "state": "started", "manager": "supervisor", "state_dir": "/nowhere", "tag": "right"}
+        more = {"command": [], "newer_than": [], "host": "", "port": 0, "enabled": None, "timeout": 1, "stop_timeout": 1}
+        self.params = {**defaults, **more, "supervisord": [], **params}
+        self.check_mode = check_mode
+
+    def exit_json(self, **values):
+        raise Outcome(False, **values)
+
+    def fail_json(self, **values):
+        raise Outcome(True, **values)
+
+
+class FakeManager:
+    """Keeps what it was told; a stop ends the process, or does not."""
+
+    def __init__(self, process=None, stops=True):
+        self.told, self.process, self.stops = [], process, stops
+
+    def look(self, *_args):
+        pid = self.process.pid if self.process else None
+        found = hp.process(pid) if pid else {"since": None, "argv": [], "environment": None}
+        state = "running" if pid else "stopped"
+        pids = hp.family_of(pid) if pid else []
+        return {"manager": "supervisor", "name": "sglang", "state": state, "pid": pid, "detail": "", "processes": pids, **found}
+
+    def start(self):
+        self.told.append("start")
+        self.process = type("Process", (), {"pid": os.getpid()})
+
+    def stop(self, members):
+        self.told.append("stop")
+        if self.stops:
+            for pid, _start in members:
+                os.kill(pid, 9)
+            self.process.wait()
+            self.process = None
+
+    def refresh(self):
+        self.told.append("refresh")
+
+    def is_enabled(self):
+        return None
+
+
+def work(monkeypatch, manager, **params):
+    monkeypatch.setattr(managed_service.service_control, "of", lambda *_args: manager)
+    monkeypatch.setattr(managed_service.sq, "query", manager.look)
+    monkeypatch.setattr(managed_service, "REAP_SECONDS", 0.5)
+    with pytest.raises(Outcome) as caught:
+        managed_service.Worker(FakeModule(**params)).run()
+    return caught.value
+
+
+def test_a_stopped_service_is_started(monkeypatch):
+    manager = FakeManager()
+    outcome = work(monkeypatch, manager)
+    assert (outcome.values["action"], outcome.values["changed"], manager.told) == ("start", True, ["start"])
+
+
+def test_another_process_is_replaced(monkeypatch, child):
+    manager = FakeManager(child)
+    outcome = work(monkeypatch, manager, tag="another")
+    assert (outcome.values["action"], manager.told) == ("restart", ["stop", "start"])
+    assert outcome.values["reasons"]
+
+
+def test_the_right_process_is_kept(monkeypatch, child):
+    manager = FakeManager(child)
+    outcome = work(monkeypatch, manager, tag="tag")
+    assert (outcome.values["action"], outcome.values["changed"], manager.told) == ("none", False, ["refresh"])
+
+
+def test_what_an_earlier_start_left_is_ended_before_a_start(monkeypatch, child):
+    manager = FakeManager(child)
+    running = manager.look
+    manager.look = lambda *args: dict(running(*args), state="failed" if manager.process is child else "running")
+    outcome = work(monkeypatch, manager)
+    assert (outcome.values["action"], manager.told) == ("restart", ["stop", "start"])
+    assert "earlier start" in outcome.values["reasons"][0]
+
+
+def test_check_mode_does_nothing(monkeypatch, child):
+    manager = FakeManager(child)
+    outcome = work(monkeypatch, manager, tag="another", check_mode=True)
+    assert (outcome.values["action"], outcome.values["changed"], manager.told) == ("restart", True, [])
+
+
+def test_what_survives_a_stop_is_listed(monkeypatch, child):
+    outcome = work(monkeypatch, FakeManager(child, stops=False), state="stopped")
+    assert outcome.failed and "stopped, but not gone: pid %d: " % child.pid in outcome.values["msg"]
+
+
+def test_a_taken_port_is_known_before_anything_stops(monkeypatch, child):
+    manager = FakeManager(child)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        outcome = work(monkeypatch, manager, tag="another", port=port)
+    assert outcome.failed and "port %d is taken: pid %d: " % (port, os.getpid()) in outcome.values["msg"]
+    assert (outcome.values["action"], manager.told) == ("none", [])
+
+
+def test_a_port_that_a_stop_does_not_free_is_told(monkeypatch):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        outcome = work(monkeypatch, FakeManager(), state="stopped", port=listener.getsockname()[1])
+    assert outcome.failed and "has to be stopped by hand" in outcome.values["msg"]
