@@ -156,13 +156,14 @@ class Site:
         return json.loads(next((self.directory / "state" / "datasets").glob("*/meta.json")).read_text())
 
     def close(self) -> None:
-        for socket_path in (self.directory / "state").glob("**/supervisor*.sock"):
-            pid_file = next(socket_path.parent.glob("*.pid"), None)
-            if pid_file:
-                os.kill(int(pid_file.read_text()), signal.SIGTERM)
-        time.sleep(1)
-        for pid in self.server_pids():
-            os.kill(pid, signal.SIGKILL)
+        """Stop the service manager of the site, and with it the server and its workers."""
+        for file in (self.directory / "state").glob("supervisor/*.pid"):
+            pid = int(file.read_text())
+            os.kill(pid, signal.SIGTERM)
+            deadline = time.monotonic() + 120
+            while pathlib.Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+                time.sleep(0.5)
+        assert not self.server_pids(), "the server outlived its service manager"
         shutil.rmtree(self.dumps, ignore_errors=True)
 
 
