@@ -53,18 +53,13 @@ def utc_now():
 
 def encode_ranges(numbers):
     """Record numbers as text, sorted and without repeats: `[0, 1, 2, 7]` gives `"0-2,7"`."""
-    parts = []
-    first = last = None
+    pairs = []
     for number in sorted(set(numbers)):
-        if last is not None and number == last + 1:
-            last = number
-            continue
-        if last is not None:
-            parts.append(str(first) if first == last else "%d-%d" % (first, last))
-        first = last = number
-    if last is not None:
-        parts.append(str(first) if first == last else "%d-%d" % (first, last))
-    return ",".join(parts)
+        if pairs and number == pairs[-1][1] + 1:
+            pairs[-1][1] = number
+        else:
+            pairs.append([number, number])
+    return ",".join(str(first) if first == last else "%d-%d" % (first, last) for first, last in pairs)
 
 
 def decode_ranges(text):
@@ -246,7 +241,7 @@ def _entry(line):
         entry = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(entry, dict) or any(type(entry.get(key)) is not kind for key, kind in _ENTRY_FIELDS.items()):
+    if not isinstance(entry, dict) or any(entry.get(key).__class__ is not kind for key, kind in _ENTRY_FIELDS.items()):
         return None
     parts = entry["file"].split("/")
     if entry["id"] < 0 or "" in parts or ".." in parts or "." in parts:

@@ -475,7 +475,7 @@ def apply(
     release = release_of(path)
     source, version = before, PATCH_VERSION
     if _BEGIN in before or _END in before:
-        source, version, _ = _original(before, path)
+        source, version, _family = _original(before, path)
     family, after = _patched(source, path, release)
     if source is not before and version == PATCH_VERSION and after != before:
         raise Refused(f"{path}: the inserted code was edited. Run revert (it restores the original exactly), then apply")
@@ -507,7 +507,7 @@ def revert(path: str | os.PathLike[str], *, originals: str | None = None, dry_ru
     path, before, identity = _read(path)
     after, family = before, None
     if _BEGIN in before or _END in before:
-        after, _, family = _original(before, path)
+        after, _version, family = _original(before, path)
     directory = _runtime_dir(path)
     removed = _runtime_leftovers(directory, path)
     changed = after != before or bool(removed)
@@ -608,7 +608,7 @@ def _sync(directory: str) -> None:
 
 def _replace(path: str, before: bytes, after: bytes, identity: os.stat_result) -> None:
     """Put `after` in the place of the file that was read as `before`; mode and owner stay."""
-    _, current, found = _read(path)
+    _path, current, found = _read(path)
     if current != before or (found.st_dev, found.st_ino) != (identity.st_dev, identity.st_ino):
         raise Refused(f"{path} changed while it was patched; run the patcher again")
     try:
@@ -745,33 +745,32 @@ def _remove_runtime(directory: str) -> None:
 # --- command line --------------------------------------------------------------------------
 
 
-def _report(command: str, result: Result) -> None:
-    if command == "diff":
-        sys.stdout.write(result.diff())
-        return
-    print(f"file     {result.model_file}")
-    print(f"release  {result.sglang_version or 'unknown'}")
-    print(f"family   {result.family or '-'}")
-    patched = _BEGIN in result.before
+def _report(command: str, result: Result) -> list[str]:
+    """The lines that a command prints."""
+    lines = [
+        f"file     {result.model_file}",
+        f"release  {result.sglang_version or 'unknown'}",
+        f"family   {result.family or '-'}",
+    ]
     if command == "check":
-        if patched:
-            state = "the runtime is stale: run apply" if result.changed else "complete"
+        state = "not patched, can be patched"
+        if _BEGIN in result.before:
+            state = "patched, complete"
             if result.before != result.after:
-                state = "by another patch version: run apply"
-            print(f"state    patched, {state}")
-        else:
-            print("state    not patched, can be patched")
-        return
+                state = "patched, by another patch version: run apply"
+            elif result.changed:
+                state = "patched, the runtime is stale: run apply"
+        return [*lines, f"state    {state}"]
     if not result.changed:
-        print(f"changed  nothing ({'patched already' if command == 'apply' else 'not patched'})")
+        lines.append(f"changed  nothing ({'patched already' if command == 'apply' else 'not patched'})")
     verb = "removed " if command == "revert" else ""
-    for change in result.changes:
-        print(f"{verb}{change.name}: line {change.line}")
+    lines += [f"{verb}{change.name}: line {change.line}" for change in result.changes]
     if result.runtime_changed:
         done = "removed" if command == "revert" else "written"
-        print(f"runtime  {done}: {result.runtime_dir} ({len(result.runtime_changed)} files)")
+        lines.append(f"runtime  {done}: {result.runtime_dir} ({len(result.runtime_changed)} files)")
     if result.original:
-        print(f"original {result.original}")
+        lines.append(f"original {result.original}")
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -793,11 +792,11 @@ def main(arguments: list[str] | None = None) -> int:
                 dry_run=options.command != "apply",
             )
     except Refused as error:
-        print(f"refused: {error}", file=sys.stderr)
+        sys.stderr.write(f"refused: {error}\n")
         return 1
-    _report(options.command, result)
+    sys.stdout.write(result.diff() if options.command == "diff" else "\n".join(_report(options.command, result)) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -163,7 +163,8 @@ def main():
         module.fail_json(msg="%s: %s" % (path, error))
     if found["conflict"] and identity:
         found["conflict"] = hs_manifest.other_identity(path, found["identity"], identity)
-    module.exit_json(changed=False, service=service, **dict(found, run=run or found["run"]))
+    found["run"] = run or found["run"]
+    module.exit_json(changed=False, service=service, **found)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_patcher
 
 # Read as data by the patcher: imported so that Ansible ships them.
-from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture import (  # noqa: F401
+from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture import (  # noqa: F401  pylint: disable=unused-import
     capture,
     collector,
     dumpfile,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,8 @@ def test_variables_begin_with_the_name_of_the_role(role):
         prefix = role.name.lstrip("_") + "_"
         wrong += [f"{path.relative_to(role)}: {name}" for name in names if not name.lstrip("_").startswith(prefix)]
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_the_page_of_variables_is_what_the_specs_say(root):
+    done = subprocess.run([sys.executable, root / "docs" / "make_variables.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -91,7 +91,7 @@ def read_config(values: dict[str, Any]) -> ExtractConfig:
         if not isinstance(values.get(name), (str, type(None))):
             raise ConfigError(f"{name} is {values[name]!r}; it must be text or null")
     for name, least in _LEAST.items():
-        if name in values and (type(values[name]) is not int or values[name] < least):
+        if name in values and (values[name].__class__ is not int or values[name] < least):
             raise ConfigError(f"{name} is {values[name]!r}; it must be a whole number of at least {least}")
     for name in _SECONDS:
         if name in values and (type(values[name]) not in (int, float) or values[name] <= 0):
@@ -112,7 +112,7 @@ def _check_choices(config: ExtractConfig) -> None:
     if (
         not isinstance(layers, list)
         or not layers
-        or any(type(layer) is not int or layer < 0 for layer in layers)
+        or any(layer.__class__ is not int or layer < 0 for layer in layers)
         or sorted(set(layers)) != layers
     ):
         raise ConfigError(f"layers is {layers!r}; it must be a list of ascending layer numbers")

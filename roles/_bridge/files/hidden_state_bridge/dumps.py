@@ -109,7 +109,7 @@ class States:
         self.layer_names = layout.layer_names
         self.hidden_size = layout.hidden_size
         self.metadata = pieces[0][0]
-        self._pieces = [tensors for _, tensors in pieces]
+        self._pieces = [tensors for _metadata, tensors in pieces]
 
     @property
     def torch_dtype(self) -> torch.dtype:

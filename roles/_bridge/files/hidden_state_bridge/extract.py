@@ -313,13 +313,13 @@ class Extraction:
                 batch.append(self._entries.get_nowait())
             if self._manifest_error is None:
                 try:
-                    await loop.run_in_executor(self._appender, self._writer.append, [entry for entry, _ in batch])
+                    await loop.run_in_executor(self._appender, self._writer.append, [entry for entry, _durable in batch])
                 except OSError as error:
                     # Half a line may be there: nothing may be appended to it. The next start mends it.
                     manifest = os.path.join(self.config.output_dir, hs_manifest.MANIFEST)
                     self._manifest_error = OSError(error.errno, error.strerror, manifest)
             if self._manifest_error is not None:
-                for _, durable in batch:
+                for _entry, durable in batch:
                     durable.set_exception(self._manifest_error)
                 continue
             for entry, durable in batch:

@@ -80,7 +80,7 @@ def read_config(config: dict[str, Any]) -> tuple[list[Source], Settings]:
         raise Refusal(f"unknown setting {', '.join(unknown)}; known are {', '.join(keys)}")
     for key, least in (("seed", 0), ("max_length", 1), ("vocab_size", 1)):
         value = values.get(key, keys[key].default)
-        if (type(value) is not int or value < least) and not (value is None and key != "seed"):
+        if (value.__class__ is not int or value < least) and not (value is None and key != "seed"):
             raise Refusal(f"{key} is {value!r}; it must be an integer of at least {least}")
     if values.get("missing_mask", "fail") not in ("fail", "ones"):
         raise Refusal(f"missing_mask is {values['missing_mask']!r}; it must be fail or ones")

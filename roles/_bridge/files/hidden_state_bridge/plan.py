@@ -49,7 +49,7 @@ def make_plan(request: dict[str, Any]) -> dict[str, Any]:
         raise Refusal(f"{len(left):,} records are left and no host can take them; give a host a weight above 0")
     order = left[np.argsort(-dataset.lengths[left], kind="stable")]
     pace, load = 1.0 / weights[workers], np.zeros(len(workers))
-    shares: list[list[int]] = [[] for _ in names]
+    shares: list[list[int]] = [[] for _name in names]
     tokens = [0] * len(names)
     for record in order.tolist():
         length = int(dataset.lengths[record])

@@ -64,7 +64,7 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
             for key in source:
                 source[key] += counts[key]
         failed += [dict(item, host=host) for item in info.get("failed") or []]
-    identity = next((info["identity"] for _, info in sorted(hosts.items()) if info.get("identity")), {})
+    identity = next((info["identity"] for _host, info in sorted(hosts.items()) if info.get("identity")), {})
     dataset = request.get("dataset") or {}
     totals = {key: sum(row[key] for row in rows) for key in ("records", "tokens", "bytes", "tok_s")}
     return {
@@ -143,7 +143,7 @@ def write_report(request: dict[str, Any], out_dir: str) -> dict[str, Any]:
         changed = [_replace(os.path.join(out_dir, name), text) for name, text in files.values()]
     except OSError as error:
         raise Refusal(f"the report cannot be written to {out_dir}: {error.strerror}; choose another directory") from error
-    paths = {key: os.path.join(os.path.abspath(out_dir), name) for key, (name, _) in files.items()}
+    paths = {key: os.path.join(os.path.abspath(out_dir), name) for key, (name, _text) in files.items()}
     return {"changed": any(changed), "files": paths, "summary": lines}
 
 

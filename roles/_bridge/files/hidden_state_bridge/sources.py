@@ -63,7 +63,7 @@ def _input_ids(value: object, settings: Settings) -> np.ndarray:
     if not value:
         raise BadRecord(f"{field} is empty; take the line out or give it its tokens")
     if set(map(type, value)) != {int}:
-        position, item = next((i, item) for i, item in enumerate(value) if type(item) is not int)
+        position, item = next((i, item) for i, item in enumerate(value) if item.__class__ is not int)
         raise BadRecord(f"{field}[{position}] is {_kind(item)}, not an integer; tokenize the source again")
     limit = INT32_MAX if settings.vocab_size is None else settings.vocab_size - 1
     try:
@@ -99,7 +99,7 @@ def _loss_mask(value: object, tokens: int, settings: Settings) -> np.ndarray:
     except (TypeError, ValueError):
         mask = None
     if mask is None or mask.max() > 1:
-        position, item = next((i, item) for i, item in enumerate(value) if type(item) is not int or item not in (0, 1))
+        position, item = next((i, item) for i, item in enumerate(value) if item.__class__ is not int or item not in (0, 1))
         raise BadRecord(f"{field}[{position}] is {_kind(item)}; only 0 and 1 are allowed")
     return mask
 

@@ -110,7 +110,7 @@ def _fsync(path: str) -> int:
 def leftovers(output_dir: str) -> Iterator[str]:
     """Temporary files below the format directories, as a killed extractor leaves them."""
     for name in FORMATS:
-        for directory, _, files in os.walk(os.path.join(output_dir, name)):
+        for directory, _directories, files in os.walk(os.path.join(output_dir, name)):
             for file in files:
                 if dumpfile.temporary_pid(file) is not None:
                     yield os.path.join(directory, file)

@@ -92,6 +92,6 @@ def _files(output_dir: str) -> list[str]:
     """Files below the format directories, relative to the output directory."""
     found = []
     for name in FORMATS:
-        for directory, _, files in os.walk(os.path.join(output_dir, name)):
+        for directory, _directories, files in os.walk(os.path.join(output_dir, name)):
             found += [os.path.relpath(os.path.join(directory, file), output_dir) for file in files]
     return sorted(found)
