@@ -295,6 +295,17 @@ class Manifest:
                 elif record not in self.entries:
                     self.stale[record] = entry["file"]
 
+    def other_format(self, name):
+        """Why files of the output format `name` cannot join those that are there; empty where they can."""
+        others = sorted({entry["file"].partition("/")[0] for entry in self.entries.values()} - {name})
+        if not others:
+            return ""
+        return "output directory %s holds files of the format %s, and this run writes %s; give it an output directory of its own" % (
+            self.path,
+            ", ".join(others),
+            name,
+        )
+
     def repair(self, mode=0o600, gid=-1):
         """Rewrite the file with one line for each done record; returns whether that was needed.
 

@@ -427,18 +427,19 @@ def _stripped(data: bytes, path: str) -> bytes:
         ends = data.count(_END + piece + b"\n")
         if (begins, ends) != (1, 1):
             raise Refused(
-                f"{path} is patched in part: piece '{piece.decode()}' begins {begins} times and ends {ends} times. {_restore(data)}"
+                f"{path} is patched in part: piece '{piece.decode()}' begins {begins} times and ends {ends} times. {_restore(data, path)}"
             )
     rest, blocks = _BLOCK.subn(b"", data)
     if blocks != len(_PIECES) or b"# hidden_state.bridge" in rest:
-        raise Refused(f"{path}: the marks of the patch were edited. {_restore(data)}")
+        raise Refused(f"{path}: the marks of the patch were edited. {_restore(data, path)}")
     return rest
 
 
-def _restore(data: bytes) -> str:
+def _restore(data: bytes, path: str) -> str:
     header = _HEADER.search(data)
-    kept = f" (kept as <model>.{header[3][:16].decode()}.orig)" if header else ""
-    return f"Put the original back{kept} or reinstall SGLang, then run the patcher again"
+    stem = os.path.splitext(os.path.basename(path))[0]
+    kept = f" ({stem}.{header[3][:16].decode()}.orig among the kept originals)" if header else ""
+    return f"Put the original back{kept} or reinstall SGLang, then patch again; what was edited by hand is lost with that"
 
 
 def _original(data: bytes, path: str) -> tuple[bytes, str, str]:
@@ -446,12 +447,12 @@ def _original(data: bytes, path: str) -> tuple[bytes, str, str]:
     original = _stripped(data, path)
     header = _HEADER.search(data)
     if header is None:
-        raise Refused(f"{path}: the head of the patch was edited. {_restore(data)}")
+        raise Refused(f"{path}: the head of the patch was edited. {_restore(data, path)}")
     version, family, checksum = (group.decode() for group in header.groups())
     if _sha256(original) != checksum:
         raise Refused(
             f"{path} was edited after it was patched: without the patch its sha256 is "
-            f"{_sha256(original)[:16]}…, the original had {checksum[:16]}…. {_restore(data)}"
+            f"{_sha256(original)[:16]}…, the original had {checksum[:16]}…. {_restore(data, path)}"
         )
     return original, version, family
 
@@ -478,7 +479,9 @@ def apply(
         source, version, _family = _original(before, path)
     family, after = _patched(source, path, release)
     if source is not before and version == PATCH_VERSION and after != before:
-        raise Refused(f"{path}: the inserted code was edited. Run revert (it restores the original exactly), then apply")
+        raise Refused(
+            f"{path}: the inserted code was edited. Run revert (unpatch.yml), which restores the original exactly, then apply (patch.yml)"
+        )
     directory = _runtime_dir(path)
     files = _runtime_files(runtime)
     stale = _stale_runtime(directory, files)
@@ -490,6 +493,8 @@ def apply(
         _check_writable(os.path.dirname(path), directory, os.path.dirname(kept))
     if dry_run or not result.changed:
         return result
+    if os.path.basename(os.path.dirname(directory)) != "srt":
+        raise Refused(f"{path} is not in a package sglang/srt, so its runtime would lie astray; give the file inside the package")
     _keep(kept, source)
     # A patched model without its runtime would stop a capture server: runtime first.
     if stale:

@@ -53,7 +53,9 @@ def progress_line(status):
     ]
     if status.get("tok_s"):
         parts.append("%s tok/s" % short(status["tok_s"]))
-    if status.get("state") == "running" and status.get("eta_s") is not None:
+    if status.get("state") == "running" and status.get("message"):
+        parts.append(status["message"])
+    elif status.get("state") == "running" and status.get("eta_s") is not None:
         parts.append("ETA %s" % duration(status["eta_s"]))
     if status.get("bytes_free") is not None:
         parts.append("%s free" % size(status["bytes_free"]))
@@ -62,12 +64,12 @@ def progress_line(status):
     return " \u00b7 ".join(parts)
 
 
-def observe(path, run=None, service="unknown"):
+def observe(path, run=None, service="unknown", output_format=None):
     """What an output directory tells of its extraction, as a dict; nothing there is changed.
 
     run: the run that is asked for; another one in the directory is a `conflict`.
     service: `running`, `starting`, `stopping`, `stopped`, `failed` or `absent` as the host's service manager has it, or
-    `unknown`.
+    `unknown`. output_format: the format that is asked for; files of another one are a `conflict`.
     """
     known = hs_manifest.read_json(os.path.join(path, hs_manifest.RUN)) or {}
     if run and known and known.get("run") != run:
@@ -92,7 +94,10 @@ def observe(path, run=None, service="unknown"):
         )
     elif service == "failed" and state != "failed":
         state, message = "failed", "the extraction service failed before it could start; its log says why"
-    return _observation(state, known, hs_manifest.Manifest(path), status, message)
+    manifest = hs_manifest.Manifest(path)
+    found = _observation(state, known, manifest, status, message)
+    found["conflict"] = manifest.other_format(output_format) if output_format else ""
+    return found
 
 
 def _observation(state, known, manifest, status, message):

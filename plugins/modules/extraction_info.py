@@ -33,6 +33,9 @@ options:
       - The identity of the run that is asked for, from which its name is computed. Sets RV(run) even where nothing is there.
       - With another identity in the directory RV(conflict) shows both.
     type: dict
+  format:
+    description: The format that is asked for. Files of another one in the directory are reported as RV(conflict).
+    type: str
   manager:
     description: The service manager of the extractor. Used with O(name).
     type: str
@@ -141,6 +144,7 @@ def main():
             "output_dir": {"type": "path", "required": True},
             "run": {"type": "str"},
             "identity": {"type": "dict"},
+            "format": {"type": "str"},
             "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor"], "default": "auto"},
             "name": {"type": "str"},
             "state_dir": {"type": "path", "default": "/var/lib/hidden_state_bridge"},
@@ -156,12 +160,12 @@ def main():
         if module.params["name"]:
             asked = [module.params[key] for key in ("manager", "name", "state_dir")]
             service = service_query.query(*asked)["state"]
-        found = hs_progress.observe(path, run, service)
+        found = hs_progress.observe(path, run, service, module.params["format"])
     except service_query.ServiceError as error:
         module.fail_json(msg=str(error))
     except (OSError, hs_manifest.ManifestError) as error:
         module.fail_json(msg="%s: %s" % (path, error))
-    if found["conflict"] and identity:
+    if found["conflict"] and identity and found["run"] != run:
         found["conflict"] = hs_manifest.other_identity(path, found["identity"], identity)
     found["run"] = run or found["run"]
     module.exit_json(changed=False, service=service, **found)

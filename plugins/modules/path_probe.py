@@ -63,6 +63,7 @@ paths:
   elements: dict
 """
 
+import errno
 import fcntl
 import os
 import pwd
@@ -79,8 +80,8 @@ def nearest_existing(path: str) -> str:
     return path
 
 
-def write_probe(directory: str) -> str:
-    """Write, fsync and lock a file in directory; return what failed, or ''."""
+def write_probe(directory: str) -> OSError | None:
+    """Write, fsync and lock a file in directory; return what failed."""
     try:
         with tempfile.TemporaryFile(dir=directory, prefix=".hsb-probe-") as file:
             file.write(b"probe")
@@ -88,8 +89,8 @@ def write_probe(directory: str) -> str:
             os.fsync(file.fileno())
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        return error
+    return None
 
 
 def probe(entry: dict) -> tuple[dict, list[dict]]:
@@ -108,10 +109,13 @@ def probe(entry: dict) -> tuple[dict, list[dict]]:
     if not os.path.isdir(found["existing"]):
         return problem(f"{found['existing']} is not a directory", f"move it away, or set {variable} to another directory")
     failed = write_probe(found["existing"])
-    if failed:
+    if failed is not None:
+        full = failed.errno in (errno.ENOSPC, errno.EDQUOT)
         return problem(
-            f"cannot write to {found['existing']}: {failed}",
-            f"make it writable for {pwd.getpwuid(os.geteuid()).pw_name}, or set {variable} to a directory that is",
+            f"cannot write to {found['existing']}: {failed.strerror or failed}",
+            f"free space there, or set {variable} to a directory on another file system"
+            if full
+            else f"make it writable for {pwd.getpwuid(os.geteuid()).pw_name}, or set {variable} to a directory that is",
         )
     vfs = os.statvfs(found["existing"])
     found.update(free=vfs.f_bavail * vfs.f_frsize, device=os.stat(found["existing"]).st_dev)

@@ -73,3 +73,11 @@ def test_a_server_that_does_not_come_up_is_brought_back_as_it_was(site):
     assert site.serving()
     assert site.model_file.read_bytes() == before
     assert not list((site.directory / "other").rglob("*.ckpt"))
+
+
+def test_layers_that_the_model_has_not_are_named_before_anything_stops(site):
+    pids = site.server_pids()
+    extra = {"extraction_output_dir": str(site.directory / "other"), "extraction_layers": [1, 3, 99]}
+    output = site.play("extract.yml", extra=extra, fails=True)
+    assert "layer 99 is out of range; the model has layers 0 to 7" in output
+    assert site.server_pids() == pids and site.serving()

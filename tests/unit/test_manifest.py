@@ -257,3 +257,26 @@ def test_numbers_for_people():
     assert [hs_progress.short(n) for n in (0, 312, 9999, 18_400, 2_800_000, 87.8e6)] == ["0", "312", "9,999", "18.4 k", "2.8 M", "87.8 M"]
     assert [hs_progress.size(n) for n in (12, 57_344, 5.03e12)] == ["12 B", "57.3 kB", "5.03 TB"]
     assert [hs_progress.duration(n) for n in (12, 185, 4620)] == ["12 s", "3 m 05 s", "1 h 17 m"]
+
+
+def test_files_of_another_format_are_a_conflict(tmp_path):
+    path = tmp_path / "out"
+    hm.claim_directory(str(path), RUN)
+    hm.claim_run(str(path), IDENTITY, {"host": "one"})
+    file = path / "specforge" / "rows_0-2000" / "data_0.ckpt"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"states")
+    writer = hm.ManifestWriter(str(path))
+    writer.append(
+        [{"id": 0, "source": "a", "line": 1, "file": "specforge/rows_0-2000/data_0.ckpt", "bytes": 6, "tokens": 3, "sha256": "0" * 64}]
+    )
+    writer.close()
+    assert hs_progress.observe(str(path), RUN, output_format="specforge")["conflict"] == ""
+    conflict = hs_progress.observe(str(path), RUN, output_format="safetensors")["conflict"]
+    assert "files of the format specforge" in conflict and "this run writes safetensors" in conflict
+
+
+def test_what_a_running_extractor_waits_for_stands_in_its_line():
+    status = {"state": "running", "records_done": 1, "records_total": 2, "eta_s": 5, "message": "no server at URL for 23 s"}
+    line = hs_progress.progress_line(status)
+    assert "no server at URL for 23 s" in line and "ETA" not in line

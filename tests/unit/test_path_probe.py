@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -52,3 +53,12 @@ def test_needs_on_one_file_system_are_added_up(tmp_path):
     (problem,) = path_probe.shortages(entries, found)
     assert "extraction_output_dir" in problem["what"] and "extraction_dump_dir" in problem["what"]
     assert path_probe.shortages(entries[:1], found[:1]) == []
+
+
+def test_a_full_file_system_asks_for_room(tmp_path, monkeypatch):
+    def full(_handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(path_probe.os, "fsync", full)
+    problem = path_probe.probe(entry(tmp_path))[1][0]
+    assert "No space left on device" in problem["what"] and problem["remedy"].startswith("free space there")

@@ -86,14 +86,21 @@ def test_no_server_ends_with_the_url_and_the_remedy(site):
     status = site.status()
     assert status["state"] == "failed" and status["records_done"] == 0 and status["failed"] == []
     assert "no server at http://127.0.0.1:9 for 1 s" in status["message"]
-    assert "start the server in capture mode and the extraction again" in status["message"]
+    assert "see the server's log, then run extract.yml again" in status["message"]
     assert status["message"] in out
 
 
 def test_a_server_that_is_away_for_a_while_is_waited_for(site):
     with FakeServer(site.dumps, lambda rid, input_ids, tries: "503" if tries < 2 else "ok") as server:
         site.run(url=server.url, server_wait=30, share="0-5")
-    assert site.status()["state"] == "done"
+    assert site.status()["state"] == "done" and site.status()["message"] == ""
+
+
+def test_files_of_another_format_are_refused(site):
+    with FakeServer(site.dumps) as server:
+        site.run(url=server.url, share="0-1")
+        out = site.run(2, url=server.url, share="0-3", format="safetensors")
+    assert "holds files of the format specforge, and this run writes safetensors" in out
 
 
 def test_many_failures_in_a_row_stop_the_run(site):

@@ -13,6 +13,8 @@ import json
 import sys
 from typing import Any
 
+import hs_manifest
+
 from .errors import ConfigError, Refusal
 
 
@@ -56,6 +58,24 @@ def _dataset_check(options: argparse.Namespace) -> int:
     dataset = PackedDataset(options.dataset)
     dataset.check_content()
     _print({"records": len(dataset), "tokens": int(dataset.lengths.sum()), "sha256": dataset.meta["sha256"]})
+    return 0
+
+
+def _config_check(options: argparse.Namespace) -> int:
+    from hs_capture.layers import check_layers
+
+    from .config import read_config
+
+    request = _read_json("-")
+    values = dict(request["config"])
+    # Before the data set is packed there is no identity, and so no name of the run.
+    values["run"] = hs_manifest.run_of(values.get("identity"))
+    config = read_config(values)
+    try:
+        check_layers(config.layers, request["num_hidden_layers"])
+    except ValueError as error:
+        raise ConfigError(f"extraction_layers: {error}") from error
+    _print({"bytes_per_token": config.bytes_per_token})
     return 0
 
 
@@ -109,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("dataset-check", _dataset_check, "Compare a packed data set with its hashes.")
     command.add_argument("dataset", help="the data set's directory")
     add("plan", _plan, "Spread what is left over the hosts; reads and writes JSON.")
+    add("config-check", _config_check, "Check an extractor's settings against the model; reads JSON.")
     command = add("extract", _extract, "Extract this host's share: the service.")
     command.add_argument("--config", required=True, help="the extractor's JSON file, - for standard input")
     command = add("canary", _canary, "Capture a few records alone and together and compare the states.")

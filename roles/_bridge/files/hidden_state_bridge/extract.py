@@ -27,7 +27,7 @@ from . import dumps, store
 from .client import Client, RecordRefused, RequestFailed, ServerAway
 from .config import ExtractConfig, read_key
 from .errors import ConfigError, Refusal
-from .packed import PackedDataset
+from .packed import open_checked
 from .plan import mask_of
 from .progress import Progress, free_bytes
 
@@ -70,7 +70,7 @@ class Extraction:
         self.progress = Progress(config.output_dir, access, config.run)
         self.progress.write("starting")
         dumps.check_directory(config.dump_dir)
-        self.dataset = self._open_dataset()
+        self.dataset = open_checked(config.dataset, config.identity.get("dataset"))
         self.api_key = read_key(config.api_key_file)
         for path in store.leftovers(config.output_dir):
             os.unlink(path)
@@ -78,6 +78,8 @@ class Extraction:
         if removed:
             say(f"removed {removed} dumps of an earlier start from {config.dump_dir}")
         manifest = hs_manifest.Manifest(config.output_dir)
+        if manifest.other_format(config.format):
+            raise ConfigError(manifest.other_format(config.format))
         if manifest.repair(access.file_mode, access.gid):
             say(
                 f"mended the manifest: {len(manifest.broken) + bool(manifest.torn)} bad lines,"
@@ -85,21 +87,6 @@ class Extraction:
             )
         self._choose(set(manifest.entries))
         self._need_space()
-
-    def _open_dataset(self) -> PackedDataset:
-        try:
-            dataset = PackedDataset(self.config.dataset)
-            expected = self.config.identity.get("dataset")
-            if dataset.meta["sha256"] != expected:
-                raise ConfigError(
-                    f"data set {dataset.path} has hash {dataset.meta['sha256']}, this run is of {expected}; stage the data set of this run"
-                )
-            dataset.check_content()
-        except ConfigError:
-            raise
-        except Refusal as error:
-            raise ConfigError(str(error)) from error
-        return dataset
 
     def _choose(self, done: set[int]) -> None:
         """Fill `order`: what is left of the share, longest first, so that batches stay even."""
@@ -294,9 +281,16 @@ class Extraction:
             self._give_up(
                 Refusal(
                     f"no server at {self.config.url} for {self.config.server_wait:g} s: {error};"
-                    " start the server in capture mode and the extraction again: it goes on where it stopped"
+                    " see the server's log, then run extract.yml again: it goes on where it stopped"
                 )
             )
+
+    def _waiting(self) -> str:
+        """What the extractor waits for; empty while it works."""
+        if self._away_since is None:
+            return ""
+        seconds = time.monotonic() - self._away_since
+        return f"no server at {self.config.url} for {seconds:.0f} s, waiting up to {self.config.server_wait:g} s for it"
 
     def _failed_in_a_row(self, reason: str) -> None:
         self._failures_in_a_row += 1
@@ -332,7 +326,7 @@ class Extraction:
         while True:
             await asyncio.sleep(STATUS_SECONDS)
             try:
-                self.progress.write()
+                self.progress.write(message=self._waiting())
             except OSError as error:
                 say(f"status.json cannot be written: {error}")
             if time.monotonic() - logged >= LOG_SECONDS:

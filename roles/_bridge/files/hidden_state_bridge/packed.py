@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from .errors import Refusal
+from .errors import ConfigError, Refusal
 
 FORMAT = "hidden_state_bridge.packed/1"
 META = "meta.json"
@@ -147,3 +147,19 @@ class PackedDataset:
                     digest.update(block)
             if digest.hexdigest() != expected["sha256"]:
                 raise Refusal(f"data set file {file} has another hash than {META} says; {REMEDY}")
+
+
+def open_checked(path: str, expected: str | None) -> PackedDataset:
+    """Open a data set and hash all of it. Raises ConfigError where it is damaged or its hash is not `expected`."""
+    try:
+        dataset = PackedDataset(path)
+        if dataset.meta["sha256"] != expected:
+            raise ConfigError(
+                f"data set {dataset.path} has hash {dataset.meta['sha256']}, this run is of {expected}; stage the data set of this run"
+            )
+        dataset.check_content()
+    except ConfigError:
+        raise
+    except Refusal as error:
+        raise ConfigError(str(error)) from error
+    return dataset
