@@ -32,7 +32,9 @@ def installed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("installed")
     subprocess.run([BIN / "ansible-galaxy", "collection", "build", ROOT, "--output-path", directory], check=True)
     archive = next(directory.glob("hidden_state-bridge-*.tar.gz"))
-    subprocess.run([BIN / "ansible-galaxy", "collection", "install", archive, "-p", directory / "collections", "--offline"], check=True)
+    subprocess.run(
+        [BIN / "ansible-galaxy", "collection", "install", archive, "-p", directory / "collections", "--offline", "--force"], check=True
+    )
     return directory / "collections"
 
 
