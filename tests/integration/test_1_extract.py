@@ -71,16 +71,23 @@ class Bystander(threading.Thread):
         self.site, self.answers, self.dumps, self.done = site, 0, set(), threading.Event()
 
     def run(self):
-        while not self.done.wait(0.02):
+        # A dump lives for milliseconds, a request for longer: the look must not wait for an answer.
+        asking = threading.Thread(target=self.ask, daemon=True)
+        asking.start()
+        while not self.done.wait(0.002):
             if self.site.dumps.exists():
                 self.dumps |= {name for name in os.listdir(self.site.dumps) if not name.startswith(".")}
-                if self.answers < 20:
-                    try:
-                        self.site.generate([9, 8, 7, 6, 5], 1, rid=f"user-{self.answers}")
-                        self.site.serving()
-                        self.answers += 1
-                    except OSError:
-                        pass
+        asking.join()
+
+    def ask(self):
+        while self.answers < 20 and not self.done.wait(0.02):
+            if self.site.dumps.exists():
+                try:
+                    self.site.generate([9, 8, 7, 6, 5], 1, rid=f"user-{self.answers}")
+                    self.site.serving()
+                    self.answers += 1
+                except OSError:
+                    pass
 
 
 def test_extract_does_the_whole_job(site):
@@ -92,7 +99,7 @@ def test_extract_does_the_whole_job(site):
     bystander.join()
 
     assert recap(output)["failed"] == 0
-    assert re.search(r"\d+/\d+ records .* tok/s", output), "no progress shown"
+    assert re.search(r"\d+/\d+ records .* ETA", output), "no progress shown"
     meta = site.packed_meta()
     counts = collections.Counter(entry["id"] for entry in site.manifest())
     assert counts == dict.fromkeys(range(meta["records"]), 1)
@@ -100,7 +107,7 @@ def test_extract_does_the_whole_job(site):
     assert {source["name"] for source in meta["sources"]} == {entry["source"] for entry in site.manifest()}
     assert len(meta["sources"]) == 8
 
-    assert bystander.answers >= 3, "the user's requests were not answered during capture"
+    assert bystander.answers >= 5, "the user's requests were not answered during capture"
     assert bystander.dumps and all(name.startswith("hsb-") for name in bystander.dumps), bystander.dumps
     assert not [name for name in os.listdir(site.dumps) if name.endswith(".safetensors")], "dumps left behind"
     assert (site.directory / "reports").is_dir()
