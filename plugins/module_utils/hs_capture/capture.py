@@ -9,12 +9,13 @@ from collections import Counter, OrderedDict
 from typing import Any
 
 from . import engine
-from .collector import Batch, Piece
+from .collector import Batch
 from .dumpfile import RID_PATTERN
 from .guards import NotCapturable, check_batch, check_settings
 from .layers import format_layers
 from .settings import Settings, read_settings
-from .writer import Writer, open_directory
+from .sheet import Piece
+from .writer import Writer, open_writer
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ def open_capture(model: Any, *, patch_version: str, family: str) -> Capture | No
     rank, size = engine.tensor_parallel()
     if rank != 0:
         return None
-    open_directory(settings.directory)
     metadata = {
         "layers": format_layers(list(settings.layers)),
         "final": settings.final,
@@ -52,7 +52,7 @@ def open_capture(model: Any, *, patch_version: str, family: str) -> Capture | No
     )
     return Capture(
         settings,
-        Writer(settings.directory, metadata),
+        open_writer(settings, metadata, model.config.hidden_size, engine.server_settings()),
         model.config.num_hidden_layers,
         model.config.hidden_size,
     )
@@ -75,6 +75,7 @@ class Capture:
 
         Never raises: what cannot be captured gets an error marker.
         """
+        self._writer.abandon()
         # By name: values of the enumeration shift between releases, and
         # is_extend() also holds for verification and mixed steps.
         if forward_batch.forward_mode.name != "EXTEND" or not forward_batch.rids:

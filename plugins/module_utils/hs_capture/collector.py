@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
 from typing import TYPE_CHECKING, Any
 
-from .dumpfile import INPUT_IDS, POST_NORM, PRE_NORM, layer_name
+from .dumpfile import POST_NORM, PRE_NORM, layer_name
 from .guards import NotCapturable, check_state
 from .settings import Settings
+from .sheet import Piece
 
 if TYPE_CHECKING:
     import torch
@@ -16,19 +17,14 @@ if TYPE_CHECKING:
     from .writer import Writer
 
 
-@dataclass
-class Piece:
-    """The rows [first, last) of a forward: tokens of `rid` from offset `start`."""
-
-    rid: str
-    start: int
-    first: int
-    last: int
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+logger = logging.getLogger(__name__)
 
 
 class Batch:
-    """The pieces of one forward that are dumped. Made by ``Capture.begin``."""
+    """The pieces of one forward that are dumped. Made by ``Capture.begin``.
+
+    Raises NotCapturable where there is no memory for them.
+    """
 
     def __init__(
         self,
@@ -44,7 +40,7 @@ class Batch:
         self._layer_count = layer_count
         self._width = width
         self._rows = rows
-        self._pieces = pieces
+        self._sheet = writer.reserve(pieces)
         self._failure: NotCapturable | None = None
 
     def collector(self, layer: int, own: Any) -> Any:
@@ -68,21 +64,22 @@ class Batch:
         if last in wanted:
             self.record(last, pre_norm)
         if self._failure is None:
-            missing = [name for name in wanted if name not in self._pieces[0].tensors]
+            missing = [name for name in wanted if name not in self._sheet.taken]
             if missing:
                 self.fail(f"the forward gave no {', '.join(missing)}")
-        for piece in self._pieces:
+        try:
             if self._failure is None:
-                self._writer.write(piece)
+                self._writer.submit(self._sheet)
             else:
-                self._writer.fail(piece.rid, self._failure)
-        self._pieces = []
+                self._writer.drop(self._sheet, self._failure)
+        except Exception:
+            logger.exception("the states of a forward could not be handed over")
 
     def record(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Copy the rows of each piece of `tensor` [rows, width] to the CPU.
+        """Copy the rows of each piece of `tensor` [rows, width].
 
-        Copied before returning, because SGLang reuses the storage. A failure
-        is kept for :meth:`finish`: it must not reach the server's answer.
+        The tensor may be overwritten afterwards in its stream. A failure is
+        kept for :meth:`finish`: it must not reach the server's answer.
         """
         if self._failure is not None:
             return
@@ -90,19 +87,18 @@ class Batch:
             if tensor is None:
                 raise NotCapturable(f"the forward gave no {name}", "run the patcher again")
             check_state(tensor, self._rows, self._width, name)
-            for piece in self._pieces:
-                if name in piece.tensors:
-                    raise NotCapturable(f"{name} came twice", "run the patcher again")
-                piece.tensors[name] = _copy(tensor[piece.first : piece.last])
+            self._sheet.copy(name, tensor)
         except NotCapturable as error:
             self._failure = error
         except Exception as error:
             self.fail(f"copying {name} failed: {error!r}")
 
     def record_ids(self, input_ids: torch.Tensor) -> None:
-        """Copy the token ids [rows] of each piece to the CPU as int64."""
-        for piece in self._pieces:
-            piece.tensors[INPUT_IDS] = _copy(input_ids[piece.first : piece.last]).long()
+        """Copy the token ids [rows] of each piece, as int64."""
+        try:
+            self._sheet.copy_ids(input_ids)
+        except Exception as error:
+            self.fail(f"copying the token ids failed: {error!r}")
 
     def fail(self, reason: str) -> None:
         """Keep an unforeseen failure for :meth:`finish`."""
@@ -126,7 +122,3 @@ class LayerCollector:
         # An empty packer of SGLang is falsy.
         if self._own is not None:
             self._own.append(tensor)
-
-
-def _copy(rows: torch.Tensor) -> torch.Tensor:
-    return rows.detach().to("cpu", copy=True).contiguous()

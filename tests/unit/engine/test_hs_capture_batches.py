@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-import errno
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Callable
 
 import pytest
 import torch
 
-from hs_capture import capture, dumpfile, writer
+from hs_capture import capture, dumpfile
+from hs_capture.budget import Budget, Layout
+from hs_capture.directory import DumpDirectory
 from hs_capture.settings import Settings
+from hs_capture.writer import Writer
 
 LAYERS, HIDDEN = 8, 4
 
@@ -39,12 +42,15 @@ class Server:
     def __init__(self, directory: Path, layers: tuple[int, ...] = (1, 3, 4), final: str = "post_norm") -> None:
         self.directory = directory
         metadata = {"layers": ",".join(map(str, layers)), "final": final, "sglang_version": "0.5.20", "patch_version": "1"}
-        self.capture = capture.Capture(
-            Settings(str(directory), layers, final, "hsb-"),
-            writer.Writer(str(directory), {**metadata, "family": "D", "tp_size": "1"}),
-            LAYERS,
-            HIDDEN,
+        settings = Settings(str(directory), layers, final, "hsb-")
+        self.writer = Writer(
+            DumpDirectory(str(directory)),
+            Budget(batch=1 << 20, ring=4 << 20, directory=4 << 20, staging=1 << 20, wait_seconds=1.0),
+            Layout(settings.tensor_names(), HIDDEN, "float32"),
+            {**metadata, "family": "D", "tp_size": "1"},
+            "cpu",
         )
+        self.capture = capture.Capture(settings, self.writer, LAYERS, HIDDEN)
         self.own: dict[int, Any] = {}
         self.skip: set[int] = set()
         self.mark: set[int] = set()
@@ -71,18 +77,35 @@ class Server:
         return outputs, post
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in self.directory.iterdir())
+        """Dumps and markers, once all are written."""
+        assert self.writer.drain(20)
+        return sorted(path.name for path in self.directory.iterdir() if path.name != dumpfile.COUNTERS_NAME)
 
     def read(self, name: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+        assert self.writer.drain(20)
         return dumpfile.read_dump(self.directory / name)
 
     def error(self, rid: str) -> dict[str, str]:
+        assert self.writer.drain(20)
         return dumpfile.read_error(self.directory / dumpfile.error_name(rid))
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Server:
-    return Server(tmp_path)
+def servers(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    made: list[Server] = []
+
+    def make(*arguments: Any) -> Server:
+        made.append(Server(tmp_path / "dumps", *arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.writer.close()
+
+
+@pytest.fixture
+def server(servers: Callable[..., Server]) -> Server:
+    return servers()
 
 
 def batch(*requests: tuple[str | None, int, int], mode: str = "EXTEND", **changes: Any) -> SimpleNamespace:
@@ -124,8 +147,8 @@ def test_rows_go_to_their_requests(server: Server) -> None:
         ("none", set()),
     ],
 )
-def test_final_states(tmp_path: Path, final: str, names: set[str]) -> None:
-    server = Server(tmp_path, (0, 7), final)
+def test_final_states(servers: Callable[..., Server], final: str, names: set[str]) -> None:
+    server = servers((0, 7), final)
     outputs, post = server.forward(batch(("hsb-a", 0, 3)))
     _, tensors = server.read("hsb-a.0.safetensors")
     assert set(tensors) == {"input_ids", "layer_0", "layer_7"} | names
@@ -256,11 +279,11 @@ def test_a_shard_or_padding_is_an_error(server: Server, shape: tuple[int, int]) 
 
 
 def test_a_failing_copy_does_not_reach_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(rows: torch.Tensor) -> torch.Tensor:
+    def broken(*arguments: object) -> None:
         raise RuntimeError("out of memory")
 
     running = server.capture.begin(batch(("hsb-a", 0, 3)))
-    monkeypatch.setattr("hs_capture.collector._copy", broken)
+    monkeypatch.setattr("hs_capture.copier.DirectCopier.copy", broken)
     own = Packer()
     running.collector(2, own).append(torch.zeros(3, HIDDEN))
     assert len(own) == 1
@@ -268,14 +291,23 @@ def test_a_failing_copy_does_not_reach_the_server(server: Server, monkeypatch: p
     assert "copying layer_1 failed" in server.error("hsb-a")["reason"]
 
 
-def test_a_full_directory_does_not_reach_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_state_of_another_dtype_is_an_error(server: Server) -> None:
+    running = server.capture.begin(batch(("hsb-a", 0, 3)))
+    running.collector(2, None).append(torch.zeros(3, HIDDEN, dtype=torch.bfloat16))
+    running.finish(torch.zeros(3, HIDDEN), torch.zeros(3, HIDDEN))
+    assert server.error("hsb-a")["reason"] == "layer_1 is bfloat16, the model float32"
 
-    monkeypatch.setattr(writer, "write_dump", full)
-    server.forward(batch(("hsb-a", 0, 3)))
-    assert "No space left" in server.error("hsb-a")["reason"]
-    assert "make room" in server.error("hsb-a")["remedy"]
-    monkeypatch.setattr(writer, "write_error", full)
-    server.forward(batch(("hsb-b", 0, 3)))
-    assert server.names() == ["hsb-a.error.json"]
+
+def test_a_forward_that_never_ends_is_an_error(server: Server) -> None:
+    stale = server.capture.begin(batch(("hsb-a", 0, 3), ("hsb-b", 0, 2)))
+    stale.collector(2, None).append(torch.zeros(5, HIDDEN))
+    outputs, _ = server.forward(batch(("hsb-c", 0, 3)))
+    # What comes after all goes nowhere.
+    stale.collector(4, None).append(torch.ones(5, HIDDEN))
+    stale.finish(torch.ones(5, HIDDEN), torch.ones(5, HIDDEN))
+    assert server.names() == ["hsb-a.error.json", "hsb-b.error.json", "hsb-c.0.safetensors"]
+    assert "did not come to its final norm" in server.error("hsb-b")["reason"]
+    assert torch.equal(server.read("hsb-c.0.safetensors")[1]["layer_3"], outputs[3])
+    server.capture.begin(batch(("hsb-d", 0, 3)))
+    server.capture.begin(batch(("user", 0, 1), mode="DECODE"))
+    assert "did not come" in server.error("hsb-d")["reason"]
