@@ -100,6 +100,15 @@ def batch(*requests: tuple[str | None, int, int], mode: str = "EXTEND", **change
     return made
 
 
+def run(running: Any, given: dict[int, Any], post: torch.Tensor) -> None:
+    """The loop and the norm by hand: layer i takes in `given[i]` (zeros like `post` by default)."""
+    for layer in range(LAYERS):
+        collector = running.collector(layer, None)
+        if collector is not None:
+            collector.append(given.get(layer, torch.zeros_like(post)))
+    running.finish(post, torch.zeros_like(post))
+
+
 def test_rows_go_to_their_requests(server: Server) -> None:
     made = batch(("hsb-a", 0, 3), ("user", 0, 2), ("hsb-b", 0, 4), ("HEALTH_CHECK_1", 0, 1))
     ids = made.input_ids.clone()
@@ -140,9 +149,7 @@ def test_token_ids_are_copied(server: Server) -> None:
     ids = made.input_ids.clone()
     running = server.capture.begin(made)
     made.input_ids.zero_()
-    for layer in (2, 4, 5):
-        running.collector(layer, None).append(torch.zeros(3, HIDDEN))
-    running.finish(torch.zeros(3, HIDDEN), torch.zeros(3, HIDDEN))
+    run(running, {}, torch.zeros(3, HIDDEN))
     assert torch.equal(server.read("hsb-a.0.safetensors")[1]["input_ids"], ids.long())
 
 
@@ -249,8 +256,7 @@ def test_a_partial_sum_is_an_error(server: Server) -> None:
 @pytest.mark.parametrize("shape", [(2, HIDDEN), (3, HIDDEN // 2), (4, HIDDEN)])
 def test_a_shard_or_padding_is_an_error(server: Server, shape: tuple[int, int]) -> None:
     running = server.capture.begin(batch(("hsb-a", 0, 3)))
-    running.collector(2, None).append(torch.zeros(shape))
-    running.finish(torch.zeros(3, HIDDEN), torch.zeros(3, HIDDEN))
+    run(running, {2: torch.zeros(shape)}, torch.zeros(3, HIDDEN))
     assert "expected [3, 4]" in server.error("hsb-a")["reason"]
     assert server.names() == ["hsb-a.error.json"]
 
@@ -261,10 +267,7 @@ def test_a_failing_copy_does_not_reach_the_server(server: Server, monkeypatch: p
 
     running = server.capture.begin(batch(("hsb-a", 0, 3)))
     monkeypatch.setattr("hs_capture.collector._copy", broken)
-    own = Packer()
-    running.collector(2, own).append(torch.zeros(3, HIDDEN))
-    assert len(own) == 1
-    running.finish(torch.zeros(3, HIDDEN), torch.zeros(3, HIDDEN))
+    run(running, {}, torch.zeros(3, HIDDEN))
     assert "copying layer_1 failed" in server.error("hsb-a")["reason"]
 
 
