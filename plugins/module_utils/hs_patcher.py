@@ -33,35 +33,51 @@ import stat
 import subprocess
 import sys
 import tempfile
+import tokenize
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
-PATCH_VERSION = "1"
+PATCH_VERSION = "2"
 CHANGES = ("imports", "init", "layer loop", "after the norm")
 RUNTIME_PACKAGE = "hs_capture"
 RUNTIME_FILES = (
     "__init__.py",
+    "budget.py",
     "capture.py",
     "collector.py",
+    "copier.py",
+    "counters.py",
+    "directory.py",
     "dumpfile.py",
     "engine.py",
+    "expect.py",
+    "follower.py",
     "guards.py",
     "layers.py",
+    "ring.py",
     "settings.py",
+    "sheet.py",
+    "spool.py",
     "writer.py",
 )
 MARKER_FILE = ".hidden_state_bridge"
 
 _BEGIN = b"# hidden_state.bridge begin "
 _END = b"# hidden_state.bridge end "
-# Every inserted piece is whole lines; "own" and "collector" enclose SGLang's own expression.
-_PIECES = (b"imports", b"init", b"loop", b"own", b"collector", b"norm")
-_PIECES_OF_CHANGE = dict(zip(CHANGES, ((b"imports",), (b"init",), (b"loop", b"own", b"collector"), (b"norm",))))
+# Every inserted piece is whole lines: "own" and "collector" enclose SGLang's own expression, "output" ends
+# a turn of the loop. A piece marked as split also broke the line that it stands in.
+_SPLIT = b" split"
+_PIECES_OF_CHANGE = dict(zip(CHANGES, ((b"imports",), (b"init",), (b"loop", b"own", b"collector", b"output", b"output-2"), (b"norm",))))
+_PIECES = tuple(piece for pieces in _PIECES_OF_CHANGE.values() for piece in pieces)
 _BLOCK = re.compile(
     rb"^[ ]*# hidden_state\.bridge begin (" + b"|".join(_PIECES) + rb")\n(?:.*\n)*?"
     rb"[ ]*# hidden_state\.bridge end \1\n",
     re.MULTILINE,
+)
+_SPLIT_BLOCK = re.compile(
+    rb"\n[ ]*# hidden_state\.bridge begin (own|collector)" + _SPLIT + rb"\n(?:.*\n)*?"
+    rb"[ ]*# hidden_state\.bridge end \1" + _SPLIT + rb"\n[ ]*",
 )
 _HEADER = re.compile(
     rb"^# hidden_state\.bridge patch (\S+), family (\S+), original sha256 ([0-9a-f]{64})$",
@@ -191,7 +207,7 @@ def default_originals() -> str:
     return os.path.expanduser("~/.local/state/hidden_state_bridge/originals")
 
 
-# --- families: one rule each ---------------------------------------------------------------
+# --- the shapes of decoder loops: one rule each ----------------------------------------------
 
 
 class _Source:
@@ -200,14 +216,20 @@ class _Source:
     def __init__(self, data: bytes, path: str) -> None:
         self.data = data
         if b"\r" in data or data.startswith(b"\xef\xbb\xbf"):
-            raise Refused(f"{path} has CR line ends or a byte order mark, which no release has; reinstall SGLang")
+            raise Refused(f"{path} has CR line ends or a byte order mark, which no model of a release has; reinstall SGLang")
         try:
+            data.decode("utf-8")
+            encoding = tokenize.detect_encoding(iter(data.splitlines(keepends=True)).__next__)[0]
+            if encoding != "utf-8":
+                raise SyntaxError(f"it is declared as {encoding}, not UTF-8")
             self.tree = ast.parse(data)
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise Refused(
                 f"{path} is not Python {sys.version_info[0]}.{sys.version_info[1]} source "
                 f"({error}); run the patcher with SGLang's own interpreter or reinstall SGLang"
             ) from error
+        if not data.endswith(b"\n"):
+            raise Refused(f"{path} does not end with a line end, so it may be cut; reinstall SGLang")
         self._lines = [0]
         for line in data.split(b"\n"):
             self._lines.append(self._lines[-1] + len(line) + 1)
@@ -222,33 +244,31 @@ class _Source:
             self._lines[node.end_lineno - 1] + node.end_col_offset,
         )
 
-    def stands_alone(self, first: int, last: int) -> bool:
-        """Whether nothing but blanks shares the lines of [first, last), within brackets."""
-        start = self.data.rfind(b"\n", 0, first) + 1
-        end = self.data.index(b"\n", last)
-        enclosed = self.data[:start].rstrip()[-1:] == b"("
-        return enclosed and not self.data[start:first].strip() and not self.data[last:end].strip()
+    def text(self, node: ast.expr) -> str:
+        first, last = self.span(node)
+        return self.data[first:last].decode("utf-8")
+
+    def begins_line(self, node: ast.stmt) -> bool:
+        return not self.data[self.line(node.lineno) : self.line(node.lineno) + node.col_offset].strip(b" ")
 
     def block(self, lineno: int, piece: str, indent: int, lines: list[str]) -> _Edit:
         """An edit that puts `lines`, marked as `piece`, before line `lineno`."""
-        offset = self.line(lineno)
-        if offset and self.data[offset - 1 : offset] != b"\n":
-            raise Refused("the file does not end with a line end; reinstall SGLang")
-        marked = [(_BEGIN.decode() + piece), *lines, (_END.decode() + piece)]
-        text = "".join(" " * indent + line + "\n" if line else "\n" for line in marked)
+        return _Edit(self.line(lineno), _marked(piece, indent, lines).encode())
+
+    def split(self, offset: int, piece: str, indent: int, lines: list[str]) -> _Edit:
+        """An edit that breaks a line within brackets at `offset` and puts `lines` between."""
+        text = "\n" + _marked(piece + _SPLIT.decode(), indent, lines) + " " * indent
         return _Edit(offset, text.encode())
 
 
-class _Family(NamedTuple):
-    name: str
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-    edit: Callable[[_Source, str], list[_Edit]]
+def _marked(piece: str, indent: int, lines: list[str]) -> str:
+    marked = [(_BEGIN.decode() + piece), *lines, (_END.decode() + piece)]
+    return "".join(" " * indent + line + "\n" if line else "\n" for line in marked)
 
 
 _LOADER = '''\
 # hidden_state.bridge patch {version}, family {family}, original sha256 {checksum}
-def _hs_open(model):
+def _hs_open(model, layers, norm):
     """Open the capture that SGLANG_HS_DUMP_DIR asks for; None when it is unset."""
     import os
 
@@ -262,7 +282,7 @@ def _hs_open(model):
             f"sglang.srt.hs_capture cannot be imported ({{error!r}}). "
             "Run patch.yml (or hs_patcher.py apply) again, or unset SGLANG_HS_DUMP_DIR."
         ) from error
-    return open_capture(model, patch_version="{version}", family="{family}")
+    return open_capture(model, layers, norm, patch_version="{version}", family="{family}")
 '''
 
 
@@ -272,165 +292,482 @@ def _only(nodes: list, what: str):
     return nodes[0]
 
 
-def _method(owner: ast.ClassDef, name: str) -> ast.FunctionDef:
-    return _only(
-        [n for n in owner.body if isinstance(n, ast.FunctionDef) and n.name == name],
-        f"method {owner.name}.{name}",
-    )
+def _same(node: ast.AST | None, expression: str) -> bool:
+    return node is not None and ast.dump(node) == ast.dump(ast.parse(expression, mode="eval").body)
 
 
-def _same(node: ast.AST, expression: str) -> bool:
-    return ast.dump(node) == ast.dump(ast.parse(expression, mode="eval").body)
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
-def _loop_call(tree: ast.Module) -> tuple[ast.ClassDef, ast.FunctionDef, ast.For, ast.Assign]:
-    """The model class, its forward, its decoder loop and the assignment from ``layer(...)``."""
-    model = _only(
-        [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "DeepseekV2Model"],
-        "class DeepseekV2Model",
-    )
-    forward = _method(model, "forward")
-    loop, call = _only(
-        [
-            (loop, node)
-            for loop in forward.body
-            if isinstance(loop, ast.For)
-            for node in ast.walk(loop)
-            if isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Call)
-            and isinstance(node.value.func, ast.Name)
-            and node.value.func.id == "layer"
-        ],
-        "loop over layer(...) in DeepseekV2Model.forward",
-    )
-    return model, forward, loop, call
+def _of_self(node: ast.AST) -> str | None:
+    """X of ``self.X``."""
+    if isinstance(node, ast.Attribute) and _is_name(node.value, "self"):
+        return node.attr
+    return None
 
 
-def _edit_keyword_tuple(source: _Source, family: str) -> list[_Edit]:
-    """Family D: three results, and the call takes ``captured_last_layer_outputs=``."""
-    model, forward, loop, assign = _loop_call(source.tree)
-    results = assign.targets[0].elts if isinstance(assign.targets[0], ast.Tuple) else []
-    own = [k.value for k in assign.value.keywords if k.arg == "captured_last_layer_outputs"]
-    if len(results) != 3 or len(own) != 1:
-        raise Refused(
-            f"the layer call gives {len(results) or 1} results and takes "
-            f"{'' if own else 'no '}captured_last_layer_outputs=; family D gives 3 and takes it"
+def _words(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+
+
+def _own_nodes(function: ast.FunctionDef) -> list[ast.AST]:
+    """The nodes of a function but for those of functions within."""
+    nodes, waiting = [], list(function.body)
+    while waiting:
+        node = waiting.pop()
+        nodes.append(node)
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            waiting += ast.iter_child_nodes(node)
+    return nodes
+
+
+def _assigned(node: ast.AST, name: str) -> bool:
+    """Whether `node` gives the plain name `name` a value anywhere, in place too."""
+    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, (ast.Store, ast.Del)) for n in ast.walk(node))
+
+
+class _Loop(NamedTuple):
+    """A decoder loop: ``for ... : [layer = self.<layers>[i]]  hidden[, ...] = layer(..., forward_batch)``."""
+
+    owner: ast.ClassDef
+    forward: ast.FunctionDef
+    loop: ast.For
+    calls: list[ast.Assign]
+    layers: str
+    index: str | None
+    twin: ast.For | None = None
+
+
+def _sliced(node: ast.AST) -> str | None:
+    """X of ``self.X``, ``self.X[a:b]`` or ``islice(self.X, a, b)``."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        node = node.value
+    if isinstance(node, ast.Call) and _is_name(node.func, "islice") and node.args:
+        node = node.args[0]
+    return _of_self(node)
+
+
+def _layer_of(loop: ast.For, called: ast.expr) -> tuple[str, str | None] | None:
+    """(attribute of the layers, name of the index) where `called` is the layer of this turn."""
+    target = loop.target
+    if isinstance(called, ast.Name):
+        bound = [n.value for n in ast.walk(loop) if isinstance(n, ast.Assign) and len(n.targets) == 1 and _is_name(n.targets[0], called.id)]
+        if len(bound) == 1:
+            called = bound[0]
+        elif _is_name(target, called.id):
+            layers = _sliced(loop.iter)
+            return (layers, None) if layers else None
+        elif isinstance(target, ast.Tuple) and len(target.elts) == 2 and _is_name(target.elts[1], called.id):
+            counted = isinstance(loop.iter, ast.Call) and _is_name(loop.iter.func, "enumerate") and len(loop.iter.args) == 1
+            layers = _sliced(loop.iter.args[0]) if counted else None
+            index = target.elts[0].id if isinstance(target.elts[0], ast.Name) else None
+            return (layers, None if index == "_" else index) if layers else None
+    if isinstance(called, ast.Subscript) and isinstance(target, ast.Name) and _is_name(called.slice, target.id):
+        layers = _of_self(called.value)
+        return (layers, target.id) if layers else None
+    return None
+
+
+def _decoder_loops(tree: ast.Module) -> list[_Loop]:
+    """Every loop of a forward that calls a layer with ``forward_batch``."""
+    found = []
+    for owner in tree.body:
+        for forward in owner.body if isinstance(owner, ast.ClassDef) else ():
+            if not isinstance(forward, ast.FunctionDef) or forward.name != "forward":
+                continue
+            arguments = [*forward.args.args, *forward.args.kwonlyargs]
+            if "forward_batch" not in [argument.arg for argument in arguments]:
+                continue
+            for loop in ast.walk(forward):
+                if not isinstance(loop, ast.For):
+                    continue
+                calls, places = [], set()
+                for node in ast.walk(loop):
+                    if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
+                        continue
+                    given = [*node.value.args, *(keyword.value for keyword in node.value.keywords)]
+                    place = _layer_of(loop, node.value.func) if any(_is_name(one, "forward_batch") for one in given) else None
+                    if place:
+                        calls.append(node)
+                        places.add(place)
+                if len(places) == 1:
+                    found.append(_Loop(owner, forward, loop, calls, *places.pop()))
+    return found
+
+
+def _find_loop(tree: ast.Module) -> _Loop:
+    loops = _decoder_loops(tree)
+    if not loops:
+        origins = [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("sglang.srt.models.")]
+        names = sorted({origin.rsplit(".", 1)[1] for origin in origins})
+        where = f" (it builds on {', '.join(names)}: one of those may hold it)" if names else ""
+        raise Refused(f"no class has a forward that calls its layers with forward_batch in a loop{where}")
+    found = loops[0]
+    if len(loops) == 2 and loops[1].owner is found.owner and loops[1].layers == found.layers and loops[1].index == found.index:
+        other = loops[1]
+        apart = any(
+            isinstance(node, ast.If) and {found.loop in _nodes(node.body), other.loop in _nodes(node.orelse)} == {True}
+            for node in ast.walk(found.forward)
         )
-    if not all(isinstance(node, ast.Name) for node in [loop.target, *results[:2]]):
-        raise Refused("the layer loop does not count or unpack into plain names")
-    index, hidden, residual = loop.target.id, results[0].id, results[1].id
-    if not (isinstance(own[0], ast.IfExp) and _same(own[0].test, f"{index} in self.layers_to_capture")):
-        raise Refused(f"captured_last_layer_outputs= does not depend on '{index} in self.layers_to_capture'")
-    _only(
-        [n for n in ast.walk(loop) if isinstance(n, ast.Assign) and _same(n.value, f"self.layers[{index}]")],
-        f"layer = self.layers[{index}] in the layer loop",
-    )
-    if "forward_batch" not in [argument.arg for argument in forward.args.args]:
-        raise Refused("DeepseekV2Model.forward takes no forward_batch")
-    norm = _only(
-        [
-            n
-            for n in ast.walk(forward)
-            if isinstance(n, ast.Assign)
-            and n.lineno > loop.end_lineno
-            and _same(n.value, f"self.norm({hidden}, {residual})")
-            and isinstance(n.targets[0], ast.Tuple)
-            and len(n.targets[0].elts) == 2
-            and all(isinstance(element, ast.Name) for element in n.targets[0].elts)
-        ],
-        f"assignment of two names from self.norm({hidden}, {residual}) after the layer loop",
-    )
-    post_norm, pre_norm = (element.id for element in norm.targets[0].elts)
+        if apart:
+            loops = [found._replace(calls=[*found.calls, *other.calls], loop=other.loop, twin=found.loop)]
+    if len(loops) > 1:
+        raise Refused("it has more than one decoder loop: " + ", ".join(f"{one.owner.name}, line {one.loop.lineno}" for one in loops))
+    found = loops[0]
+    if len([n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == found.owner.name]) > 1:
+        raise Refused(f"class {found.owner.name} is there twice")
+    if len([n for n in found.owner.body if isinstance(n, ast.FunctionDef) and n.name == "forward"]) > 1:
+        raise Refused(f"method {found.owner.name}.forward is there twice")
+    for loop in _loops(found):
+        for node in ast.walk(found.forward):
+            if isinstance(node, (ast.For, ast.While)) and node is not loop and loop in ast.walk(node):
+                raise Refused(f"the decoder loop stands within the loop of line {node.lineno}, so layers run more than once")
+        for node in ast.walk(loop):
+            if isinstance(node, (ast.Break, ast.Continue, ast.Return, ast.Yield)):
+                raise Refused(f"the decoder loop can be left at line {node.lineno}")
+    return found
 
-    init = _method(model, "__init__")
-    if any(isinstance(node, ast.Return) for node in ast.walk(init)):
-        raise Refused("DeepseekV2Model.__init__ returns early")
+
+def _loops(found: _Loop) -> list[ast.For]:
+    return [found.loop] if found.twin is None else [found.twin, found.loop]
+
+
+def _nodes(statements: list[ast.stmt]) -> list[ast.AST]:
+    return [node for statement in statements for node in ast.walk(statement)]
+
+
+class _Norm(NamedTuple):
+    """The final norm: what it takes in is what every layer gives out."""
+
+    statement: ast.stmt
+    attribute: str
+    residual: str | None
+    stream: bool
+    outputs: list[str] | None
+
+
+def _norm_call(call: ast.expr, hidden: str) -> tuple[str, ast.expr | None, bool] | None:
+    """(attribute of the norm, its residual argument, whether SGLang's stream holds the residual)."""
+    if isinstance(call, ast.IfExp):
+        # One norm, called in one of two ways.
+        body, orelse = _norm_call(call.body, hidden), _norm_call(call.orelse, hidden)
+        alike = body is not None and orelse is not None and body[0] == orelse[0]
+        return body if alike and all(map(_same_node, body[1:2], orelse[1:2])) else None
+    if not isinstance(call, ast.Call) or not call.args:
+        return None
+    function, given = call.func, call.args[0]
+    if isinstance(function, ast.Attribute) and _is_name(function.value, "residual_batch"):
+        if function.attr not in ("norm", "final_norm") or len(call.args) < 3 or not _is_name(given, hidden):
+            return None
+        attribute = _of_self(call.args[2])
+        return (attribute, None, True) if attribute else None
+    if isinstance(function, ast.Attribute) and function.attr == "forward_native":
+        function = function.value
+    attribute = _of_self(function)
+    taken = _same(given, f"residual_batch.take_output({hidden}, forward_batch)")
+    keywords = [keyword.value for keyword in call.keywords if keyword.arg != "post_residual_addition"]
+    extra = [*call.args[1:], *keywords]
+    if attribute is None or not (taken or _is_name(given, hidden)):
+        return None
+    if len(extra) > 1:
+        raise Refused(f"line {call.lineno}: the final norm takes in more than the residual")
+    return attribute, extra[0] if extra else None, taken
+
+
+def _same_node(one: ast.AST | None, other: ast.AST | None) -> bool:
+    return one is other if one is None or other is None else ast.dump(one) == ast.dump(other)
+
+
+def _classes_of(owner: ast.ClassDef, attribute: str) -> set[str]:
+    """The classes that the model makes ``self.<attribute>`` from, leaving placeholders of pipeline stages out."""
+    values = {}
+    for node in ast.walk(owner):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                values.setdefault(ast.unparse(target), []).append(node.value)
+    made, waiting = set(), list(values.get(f"self.{attribute}", []))
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, ast.IfExp):
+            waiting += [value.body, value.orelse]
+        elif isinstance(value, ast.Call):
+            waiting.append(value.func)
+        elif isinstance(value, ast.Name) and value.id in values:
+            waiting += values.pop(value.id)
+        else:
+            made.add(ast.unparse(value).split(".")[-1])
+    return made - {"PPMissingLayer", "Identity", "None"}
+
+
+def _find_norm(tree: ast.Module, found: _Loop, hidden: str, others: list[str]) -> _Norm:
+    """The one norm after the loop that takes in `hidden`, alone or with one of the loop's `others`."""
+    norms = []
+    local = {n.name for n in tree.body if isinstance(n, ast.ClassDef)}
+    heirs = [ast.unparse(base) for base in found.owner.bases if ast.unparse(base) not in ("nn.Module", "torch.nn.Module")]
+    for statement in _behind(found):
+        if not isinstance(statement, (ast.Assign, ast.Return)):
+            continue
+        call = _norm_call(statement.value, hidden)
+        if call is None:
+            continue
+        attribute, residual, stream = call
+        made = _classes_of(found.owner, attribute)
+        # A base class in another file may make it.
+        if not all(name.lower().endswith("norm") for name in made) or not (made or heirs):
+            continue
+        if isinstance(statement.value, ast.IfExp) and residual is None:
+            continue
+        if residual is not None and not (isinstance(residual, ast.Name) and residual.id in others):
+            raise Refused(f"the final norm of line {statement.lineno} takes in {ast.unparse(residual)}, which the layers do not give")
+        if residual is not None and made & local:
+            raise Refused(f"the final norm is a {made.pop()} of this file: whether it adds the residual cannot be told")
+        outputs = None
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):
+            names = [element.id for element in statement.targets[0].elts if isinstance(element, ast.Name)]
+            outputs = names if len(names) == len(statement.targets[0].elts) == 2 else None
+        norms.append(_Norm(statement, attribute, residual.id if residual is not None else None, stream, outputs))
+    # The branch for a missing residual is never taken behind a layer that gives one.
+    if any(norm.residual for norm in norms):
+        norms = [norm for norm in norms if norm.residual]
+    return _only(norms, f"final norm of '{hidden}' behind the decoder loop")
+
+
+def _behind(found: _Loop) -> list[ast.stmt]:
+    """Statements behind the loop, in their order."""
+    statements = [n for n in ast.walk(found.forward) if isinstance(n, ast.stmt) and n.lineno > found.loop.end_lineno]
+    return sorted(statements, key=lambda statement: statement.lineno)
+
+
+def _passed_by(found: _Loop, norm: _Norm) -> set[ast.AST]:
+    """Nodes that never run on the way from the loop to `norm`: other branches, and branches that return."""
+    nodes: set[ast.AST] = set()
+    for statement in _behind(found):
+        branches = [statement.body, statement.orelse] if isinstance(statement, ast.If) else []
+        inside = [norm.statement in _nodes(branch) for branch in branches]
+        for branch, holds in zip(branches, inside):
+            if not holds and (any(inside) or (branch and isinstance(branch[-1], ast.Return))):
+                nodes.update(_nodes(branch))
+    return nodes
+
+
+def _check_between(found: _Loop, norm: _Norm, names: list[str]) -> None:
+    """Refuse where what the layers give is changed before the final norm takes it in."""
+    # Two-batch overlap runs layers outside the loop: the runtime counts layers and refuses such a forward. SGLang's
+    # own completion and folding of its stream keep the state.
+    allowed = ("model_forward_maybe_tbo", "model_forward_stages", "residual_batch.complete_output", "residual_batch.fold")
+    passed = _passed_by(found, norm)
+    for statement in _behind(found):
+        if statement.lineno >= norm.statement.lineno:
+            break
+        if statement in passed or not isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)):
+            continue
+        value = statement.value
+        called = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+        if called in allowed:
+            continue
+        changed = [name for name in names if _assigned(statement, name)]
+        if isinstance(statement, ast.Expr) and called.split(".")[0] in names:
+            changed = names
+        if changed:
+            raise Refused(f"line {statement.lineno} changes {', '.join(changed)} between the decoder loop and the final norm")
+
+
+_KEYWORDS = {"captured_last_layer_outputs": "collector", "capture_output": "callback"}
+
+
+def _keyword(tree: ast.Module, found: _Loop) -> ast.keyword | None:
+    """SGLang's own capture argument of the layer call, where the layers hand it to what prepares their input."""
+    for name in _KEYWORDS:
+        own = [keyword for call in found.calls for keyword in call.value.keywords if keyword.arg == name]
+        if len(own) != len(found.calls) or len(own) != 1:
+            continue
+        # In layers of the same file: an imported layer shows nothing of what it does with the argument.
+        for call in ast.walk(tree):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            words = _words(call) | {n.value for n in ast.walk(call) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            if name in words and (call.func.attr == "prepare" or call.func.attr.startswith("prepare_attn")):
+                return own[0]
+    return None
+
+
+def _wrap(source: _Source, keyword: ast.keyword, index: str) -> list[_Edit]:
+    """Hand SGLang's own collector to ours, which hands on to it; unchanged where nothing is captured."""
+    value = keyword.value
+    first, last = source.span(value)
+    column = value.col_offset
+    own = ["    " + line.strip() for line in source.text(value).splitlines()]
+    after = [")", "if _hs is None", f"else _hs.{_KEYWORDS[keyword.arg]}(", f"    {index},", *own, ")"]
+    start = source.data.rfind(b"\n", 0, first) + 1
+    end = source.data.index(b"\n", last)
+    if source.data[:start].rstrip()[-1:] == b"(" and not (source.data[start:first] + source.data[last:end]).strip():
+        return [
+            source.block(value.lineno, "own", column, ["("]),
+            source.block(value.end_lineno + 1, "collector", column, after),
+        ]
+    column = len(source.data[start:first]) - len(source.data[start:first].lstrip())
+    return [source.split(first, "own", column, ["("]), source.split(last, "collector", column, after)]
+
+
+def _results(found: _Loop) -> tuple[str, list[str]]:
+    """(name of the hidden states, names of what else the layers give) at the end of a turn of the loop."""
+    hidden, others = set(), []
+    for call in found.calls:
+        target = call.targets[0]
+        names = target.elts if isinstance(target, ast.Tuple) else [target]
+        if len(call.targets) != 1 or not all(isinstance(name, ast.Name) for name in names):
+            raise Refused(f"line {call.lineno}: the layer call does not unpack into plain names")
+        first = names[0].id
+        # A bundle of results, of which the loop takes the first on.
+        taken = [n for n in ast.walk(found.loop) if isinstance(n, ast.Assign) and _same(n.value, f"{first}[0]")]
+        if len(names) == 1 and len(taken) == 1 and isinstance(taken[0].targets[0], ast.Name):
+            first = taken[0].targets[0].id
+        hidden.add(first)
+        others += [name.id for name in names[1:] if name.id not in others]
+    if len(hidden) != 1:
+        raise Refused(f"the layer calls of lines {', '.join(str(call.lineno) for call in found.calls)} give different results")
+    return hidden.pop(), others
+
+
+def _shape_edits(source: _Source) -> tuple[str, _Loop, _Norm, list[_Edit]]:
+    """The shape of the file's decoder loop, and the edits in it; Refused for a loop of no known shape.
+
+    keyword-tuple, keyword-stream
+        SGLang hands each layer a collector for its complete input, the output
+        of the layer before it: ours stands in its place and hands on to it.
+    stream
+        The residual is in ``forward_batch.residual_stream``: what SGLang's own
+        snapshot gives at the end of a turn of the loop.
+    tuple
+        Layers give the residual beside their output, and the final norm takes
+        in both: the sum of the two at the end of a turn.
+    single
+        Layers give the residual stream itself, which the final norm takes in.
+    """
+    found = _find_loop(source.tree)
+    hidden, others = _results(found)
+    norm = _find_norm(source.tree, found, hidden, others)
+    _check_between(found, norm, [hidden] + ([norm.residual] if norm.residual else []))
+    keyword = _keyword(source.tree, found)
+    if keyword is not None and found.index is not None and (norm.stream or norm.residual):
+        return "keyword-stream" if norm.stream else "keyword-tuple", found, norm, _wrap(source, keyword, found.index)
+    shape = "stream" if norm.stream else "tuple" if norm.residual else "single"
+    state = {"stream": f"stream({found.index}, {hidden}, forward_batch)", "tuple": f"output({found.index}, {hidden}, {norm.residual})"}
+    call = state.get(shape, f"output({found.index}, {hidden})")
+    lines = ["if _hs is not None:", f"    _hs.{call}"]
+    blocks = []
+    for loop, piece in zip(_loops(found), ("output", "output-2")):
+        if not source.begins_line(loop.body[0]):
+            raise Refused(f"line {loop.lineno}: the decoder loop shares a line with what it does")
+        blocks.append(source.block(loop.body[-1].end_lineno + 1, piece, loop.body[0].col_offset, lines))
+    return shape, found, norm, blocks
+
+
+def _family_of(shape: str, found: _Loop) -> str:
+    """The family by its letter for DeepSeek-V2's model class, which every release has; the shape for others."""
+    if found.owner.name != "DeepseekV2Model":
+        return shape
+    if shape == "tuple":
+        if len(found.calls[0].targets[0].elts) > 2:
+            return "C"
+        return "B" if "pp_group" in _words(found.forward) else "A"
+    letters = {"keyword-tuple": "D", "keyword-stream": "E"}
+    if shape not in letters:
+        raise Refused(f"DeepseekV2Model with a decoder loop of the shape '{shape}' is in no release")
+    return letters[shape]
+
+
+def _edits(source: _Source) -> tuple[str, list[_Edit]]:
+    """(family, edits) of a model file."""
+    shape, found, norm, edits = _shape_edits(source)
+    family = _family_of(shape, found)
+    owner, forward = found.owner, found.forward
+    init = _only([n for n in owner.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"], f"method {owner.name}.__init__")
+    end = init.body[-1]
+    if any(isinstance(node, ast.Return) and node is not end for node in _own_nodes(init)):
+        raise Refused(f"{owner.name}.__init__ returns early")
+    top = next(statement for statement in forward.body if found.loop in ast.walk(statement))
     imports = [n for n in source.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
+    if not imports:
+        raise Refused("it imports nothing")
+    if not all(map(source.begins_line, [top, norm.statement, end])):
+        raise Refused("statements share a line, or are indented with tabs")
     loader = _LOADER.format(version=PATCH_VERSION, family=family, checksum=_sha256(source.data))
-    first, last = source.span(own[0])
-    if not source.stands_alone(first, last):
-        raise Refused("captured_last_layer_outputs= is not a bracketed expression on its own lines")
-    column = own[0].col_offset
-    handed_on = ["    " + line for line in source.data[first:last].decode("utf-8").splitlines()]
-    return [
+    if norm.outputs is not None:
+        place, watch = norm.statement.end_lineno + 1, f"_hs.finish({norm.outputs[0]}, {norm.outputs[1]})"
+    else:
+        # Its result has no names of its own: the norm itself says what it took in and gave.
+        place, watch = norm.statement.lineno, f"_hs.watch(self.{norm.attribute})"
+    return family, [
         source.block(imports[-1].end_lineno + 1, "imports", 0, loader.splitlines()),
         source.block(
-            init.end_lineno + 1,
+            end.lineno if isinstance(end, ast.Return) else end.end_lineno + 1,
             "init",
             init.body[0].col_offset,
-            ["self._hs_capture = _hs_open(self)"],
+            [f'self._hs_capture = _hs_open(self, "{found.layers}", "{norm.attribute}")'],
         ),
         source.block(
-            loop.lineno,
+            top.lineno,
             "loop",
-            loop.col_offset,
+            top.col_offset,
             ["_hs = self._hs_capture", "if _hs is not None:", "    _hs = _hs.begin(forward_batch)"],
         ),
-        source.block(own[0].lineno, "own", column, ["("]),
-        source.block(
-            own[0].end_lineno + 1,
-            "collector",
-            column,
-            [")", "if _hs is None", "else _hs.collector(", f"    {index},", *handed_on, ")"],
-        ),
-        source.block(
-            norm.end_lineno + 1,
-            "norm",
-            norm.col_offset,
-            ["if _hs is not None:", f"    _hs.finish({post_norm}, {pre_norm})"],
-        ),
+        *edits,
+        source.block(place, "norm", norm.statement.col_offset, ["if _hs is not None:", f"    {watch}"]),
     ]
-
-
-FAMILIES = (_Family("D", (0, 5, 14), (0, 5, 20), _edit_keyword_tuple),)
 
 
 def _patched(data: bytes, path: str, release: str | None) -> tuple[str, bytes]:
     """Return (family, patched bytes) for the original `data`, or raise Refused."""
     source = _Source(data, path)
-    used = {n.id for n in ast.walk(source.tree) if isinstance(n, ast.Name)}
-    used |= {n.attr for n in ast.walk(source.tree) if isinstance(n, ast.Attribute)}
-    if used & set(_OWN_NAMES):
-        raise Refused(f"{path} already uses the names {', '.join(sorted(used & set(_OWN_NAMES)))}")
-    reasons = []
-    for family in FAMILIES:
-        try:
-            edits = sorted(family.edit(source, family.name))
-        except Refused as error:
-            reasons.append(f"not family {family.name}: {error}")
-            continue
-        if release is not None and not family.first <= _numbers(release) <= family.last:
-            reasons.append(f"family {family.name} by its shape, but not by its release")
-            continue
-        after = bytearray()
-        done = 0
-        for edit in edits:
-            after += data[done : edit.offset] + edit.text
-            done = edit.offset
-        after += data[done:]
-        result = bytes(after)
-        if _stripped(result, path) != data:
-            raise Refused(f"{path}: the patch could not be taken out again; report this file")
+    used = _words(source.tree) & set(_OWN_NAMES)
+    if used:
+        raise Refused(f"{path} already uses the names {', '.join(sorted(used))}")
+    try:
+        family, edits = _edits(source)
+    except Refused as error:
+        raise Refused(
+            f"{path} (SGLang {release or 'of unknown release'}) is unknown to this patcher: {error}. "
+            "Name the model file of the served model, or install a release of SGLang that docs/support.md lists"
+        ) from error
+    after = bytearray()
+    done = 0
+    for edit in sorted(edits):
+        after += data[done : edit.offset] + edit.text
+        done = edit.offset
+    after += data[done:]
+    result = bytes(after)
+    if _stripped(result, path) != data:
+        raise Refused(f"{path}: the patch could not be taken out again; report this file")
+    try:
         ast.parse(result)
-        return family.name, result
-    known = ", ".join(f"{f.name} ({'.'.join(map(str, f.first))} to {'.'.join(map(str, f.last))})" for f in FAMILIES)
-    raise Refused(
-        f"{path} (SGLang {release or 'of unknown release'}) is unknown to this patcher: "
-        f"{'; '.join(reasons)}. Known families: {known}. Install such a release of SGLang"
-    )
+    except SyntaxError as error:
+        raise Refused(f"{path}: the patched file would not be Python ({error}); report this file") from error
+    return family, result
+
+
+def _ends(data: bytes, piece: bytes) -> tuple[int, int]:
+    """How often `piece` begins and ends in `data`."""
+    counts = []
+    for mark in (_BEGIN, _END):
+        counts.append(data.count(mark + piece + b"\n") + data.count(mark + piece + _SPLIT + b"\n"))
+    return counts[0], counts[1]
 
 
 def _stripped(data: bytes, path: str) -> bytes:
     """`data` without the marked pieces; Refused where a piece is missing, doubled or torn."""
+    output, twin = (_ends(data, piece) == (1, 1) for piece in (b"output", b"output-2"))
+    pieces = [b"imports", b"init", b"loop", b"norm", *([b"output"] if output else [b"own", b"collector"]), *([b"output-2"] if twin else [])]
     for piece in _PIECES:
-        begins = data.count(_BEGIN + piece + b"\n")
-        ends = data.count(_END + piece + b"\n")
-        if (begins, ends) != (1, 1):
+        begins, ends = _ends(data, piece)
+        if begins != ends or begins != pieces.count(piece):
             raise Refused(
                 f"{path} is patched in part: piece '{piece.decode()}' begins {begins} times and ends {ends} times. {_restore(data, path)}"
             )
-    rest, blocks = _BLOCK.subn(b"", data)
-    if blocks != len(_PIECES) or b"# hidden_state.bridge" in rest:
+    rest, split = _SPLIT_BLOCK.subn(b"", data)
+    rest, blocks = _BLOCK.subn(b"", rest)
+    if split + blocks != len(pieces) or b"# hidden_state.bridge" in rest:
         raise Refused(f"{path}: the marks of the patch were edited. {_restore(data, path)}")
     return rest
 
@@ -536,12 +873,14 @@ def _changes(patched: bytes) -> list[Change]:
     changes = []
     for name, pieces in _PIECES_OF_CHANGE.items():
         lines: list[str] = []
+        first = None
         for piece in pieces:
-            first = patched.index(_BEGIN + piece + b"\n")
-            last = patched.index(_END + piece + b"\n")
-            lines += patched[first:last].decode("utf-8").split("\n")[1:-1]
-        line = patched.count(b"\n", 0, patched.index(_BEGIN + pieces[0] + b"\n")) + 1
-        changes.append(Change(name, line, "\n".join(lines)))
+            block = re.search(rb"^[ ]*" + _BEGIN + piece + rb"(?: split)?\n((?:.*\n)*?)[ ]*" + _END + piece, patched, re.MULTILINE)
+            if block:
+                first = block.start() if first is None else first
+                lines += block[1].decode("utf-8").splitlines()
+        if first is not None:
+            changes.append(Change(name, patched.count(b"\n", 0, first) + 1, "\n".join(lines)))
     return changes
 
 
@@ -550,10 +889,6 @@ def _changes(patched: bytes) -> list[Change]:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.match(r"[\d.]*", release)[0].split(".") if number)[:3]
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[str, bytes, os.stat_result]:

@@ -13,7 +13,8 @@ description:
   - Puts the capture patch into a model file of an installed SGLang, and the capture runtime beside it, or takes both out again.
   - The places are found in the syntax tree. Every byte outside the inserted lines stays, and O(state=absent) gives the original back byte for byte.
   - A patched server behaves exactly as an unpatched one unless E(SGLANG_HS_DUMP_DIR) is set when it starts.
-  - Releases 0.5.14 to 0.5.20 are known. A file of any other shape is refused and stays as it is.
+  - Releases from 0.4.0 on are known by the shape of their source, for C(deepseek_v2) and nearly every other decoder model.
+  - A file of any other shape is refused and stays as it is. C(docs/support.md) lists what is known.
 options:
   state:
     description:
@@ -72,7 +73,9 @@ sglang_version:
   returned: success
   type: str
 family:
-  description: The family of releases whose rule was applied, V(null) for a file without a patch under O(state=absent).
+  description:
+    - The family whose rule was applied, a letter for C(deepseek_v2), the shape of the decoder loop for other models.
+    - V(null) for a file without a patch under O(state=absent).
   returned: success
   type: str
   sample: D
@@ -130,6 +133,8 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture imp
     collector,
     dumpfile,
     engine,
+    expect,
+    follower,
     guards,
     layers,
     settings,

@@ -30,9 +30,22 @@ if _is_cuda:
 logger = logging.getLogger(__name__)
 
 
+class DeepseekV2DecoderLayer:
+    def forward(self, positions, hidden_states, forward_batch, residual, captured_last_layer_outputs=None, **kwargs):
+        hidden_states, residual = self.layer_communicator.prepare_attn_and_capture_last_layer_outputs(
+            hidden_states,
+            residual,
+            forward_batch,
+            captured_last_layer_outputs=captured_last_layer_outputs,
+        )
+        return hidden_states, residual, None
+
+
 class DeepseekV2Model:
     def __init__(self, config, prefix: str = "") -> None:
         self.config = config
+        self.layers = [DeepseekV2DecoderLayer() for _ in range(config.num_hidden_layers)]
+        self.norm = RMSNorm(config.hidden_size)
         self.layers_to_capture = []
         # llama_4_scaling
         self.llama_4_scaling_config = getattr(config, "llama_4_scaling", None)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hs_capture import capture, directory, dumpfile, engine, guards, layers, settings
+from hs_capture import capture, directory, dumpfile, engine, follower, guards, layers, settings
 
 
 @pytest.mark.parametrize(("count", "expected"), [(61, [1, 29, 57]), (8, [1, 3, 4]), (7, [1, 2, 3])])
@@ -192,9 +192,11 @@ def test_error_marker_round_trip(tmp_path: Path) -> None:
         dumpfile.read_error(path)
 
 
-def engine_modules(record: Any, monkeypatch: pytest.MonkeyPatch, rank: int = 0, **names: Any) -> None:
+def engine_modules(record: Any, monkeypatch: pytest.MonkeyPatch, rank: int = 0, rids: bool = True, **names: Any) -> None:
     """Stand in for the parts of SGLang that the runtime asks."""
     runtime = ModuleType("sglang.srt.runtime_context")
+    batches = ModuleType("sglang.srt.model_executor.forward_batch_info")
+    batches.ForwardBatch = SimpleNamespace(__dataclass_fields__={"rids": None} if rids else {})
     runtime.get_parallel = lambda: SimpleNamespace(tp_rank=rank, tp_size=2)
     arguments = ModuleType("sglang.srt.server_args")
     version = ModuleType("sglang.version")
@@ -203,7 +205,15 @@ def engine_modules(record: Any, monkeypatch: pytest.MonkeyPatch, rank: int = 0, 
         runtime.get_server_args = lambda: record
     for name, value in names.items():
         setattr(arguments, name, value)
-    for module in (ModuleType("sglang"), ModuleType("sglang.srt"), runtime, arguments, version):
+    for module in (
+        ModuleType("sglang"),
+        ModuleType("sglang.srt"),
+        runtime,
+        arguments,
+        version,
+        ModuleType("sglang.srt.model_executor"),
+        batches,
+    ):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -215,13 +225,22 @@ def test_settings_in_effect_are_read_by_each_accessor(monkeypatch: pytest.Monkey
     assert [engine.server_settings()(name) for name in ("pp_size", "dcp_size", "unknown")] == [3, 4, None]
     engine_modules(None, monkeypatch, get_global_server_args=lambda: SimpleNamespace(pp_size=5))
     assert engine.server_settings()("pp_size") == 5
+    engine_modules(None, monkeypatch)
+    early = ModuleType("sglang.srt.managers.schedule_batch")
+    early.global_server_args_dict = {"enable_dp_attention": True}
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers", ModuleType("sglang.srt.managers"))
+    monkeypatch.setitem(sys.modules, early.__name__, early)
+    assert [engine.server_settings()(name) for name in ("enable_dp_attention", "pp_size")] == [True, None]
     assert engine.tensor_parallel() == (0, 2)
     assert engine.sglang_version() == "0.5.20"
 
 
-def open_capture() -> capture.Capture | None:
-    model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=8, hidden_size=64))
-    return capture.open_capture(model, patch_version="1", family="D")
+def open_capture(family: str = "D", **norm: Any) -> capture.Capture | follower.Follower | None:
+    norm = norm or {"weight": SimpleNamespace(shape=(64,))}
+    model = SimpleNamespace(blocks=[None] * 8, ln_f=SimpleNamespace(**norm), config=SimpleNamespace(hidden_size=64))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(capture, "open_writer", lambda asked, *_rest: directory.DumpDirectory(asked.directory))
+        return capture.open_capture(model, "blocks", "ln_f", patch_version="1", family=family)
 
 
 def test_only_rank_0_captures_and_makes_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,9 +250,34 @@ def test_only_rank_0_captures_and_makes_the_directory(tmp_path: Path, monkeypatc
     assert open_capture() is None
     assert not path.exists()
     engine_modules(SimpleNamespace(pp_size=1), monkeypatch)
-    monkeypatch.setattr(capture, "open_writer", lambda asked, *_rest: directory.DumpDirectory(asked.directory))
     assert isinstance(open_capture(), capture.Capture)
     assert path.is_dir()
+
+
+@pytest.mark.parametrize("norm", [{"weight": SimpleNamespace(shape=(64,))}, {"weight": None, "normalized_shape": (64,)}, {"weight": None}])
+def test_the_width_is_what_the_final_norm_takes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: dict[str, Any]) -> None:
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path / "dumps"))
+    engine_modules(SimpleNamespace(pp_size=1), monkeypatch)
+    opened = open_capture(**norm)
+    assert (opened._layer_count, opened._width) == (8, 64)
+
+
+def test_other_ranks_follow_where_a_collective_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path / "dumps"))
+    engine_modules(SimpleNamespace(pp_size=1), monkeypatch, rank=1)
+    assert isinstance(open_capture("stream"), follower.Follower)
+    assert open_capture("E") is None
+
+
+def test_without_rids_requests_are_expected_and_never_chunked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "dumps"
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(path))
+    engine_modules(SimpleNamespace(chunked_prefill_size=-1), monkeypatch, rids=False)
+    open_capture("B")
+    assert stat.S_IMODE((path / "expect").stat().st_mode) == 0o700
+    engine_modules(SimpleNamespace(chunked_prefill_size=8192), monkeypatch, rids=False)
+    with pytest.raises(guards.CaptureRefused, match="chunked_prefill_size is 8192, .*--chunked-prefill-size -1"):
+        open_capture("B")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

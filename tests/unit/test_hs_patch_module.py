@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_hs_patcher import SOURCE, install
+from model_source import SOURCE, install
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "hidden_state.bridge.hs_patch"
@@ -69,7 +69,7 @@ def test_present(module, model: Path) -> None:
     # The check left the file alone: the next task still found the original.
     assert (patched["checksum_before"], patched["checksum_after"]) == (sha256(before), sha256(after))
     assert [change["name"] for change in patched["changes"]] == ["imports", "init", "layer loop", "after the norm"]
-    assert (patched["sglang_version"], patched["family"], patched["patch_version"]) == ("0.5.20", "D", "1")
+    assert (patched["sglang_version"], patched["family"], patched["patch_version"]) == ("0.5.20", "D", "2")
     assert patched["model_file"] == str(model)
     assert Path(patched["original"]).read_bytes() == before
     source = ROOT / "plugins" / "module_utils" / "hs_capture"
@@ -96,8 +96,8 @@ def test_the_interpreter_finds_the_file(module, model: Path, monkeypatch: pytest
 
 
 def test_a_refusal_fails_with_the_remedy(module, model: Path) -> None:
-    model.write_text(SOURCE.replace("captured_last_layer_outputs=", "other="))
+    model.write_text(SOURCE.replace("class DeepseekV2Model:", "class Other:").replace("def forward", "def run"))
     (refused,) = module({})
     assert refused["failed"]
-    assert "Known families: D (0.5.14 to 0.5.20)" in refused["msg"]
+    assert "docs/support.md lists" in refused["msg"]
     assert "family" not in refused

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from model_source import SOURCE, edited, install
+from model_source import SOURCE, edited
 
 import hs_capture
 import hs_patcher
@@ -56,9 +56,9 @@ def test_apply_makes_the_four_changes_and_nothing_else(model: Path, originals: s
 def test_inserted_code_is_where_it_belongs(model: Path, originals: str) -> None:
     hs_patcher.apply(model, originals=originals)
     tree = ast.parse(model.read_bytes())
-    owner = next(node for node in tree.body if isinstance(node, ast.ClassDef))
+    owner = next(node for node in tree.body if getattr(node, "name", "") == "DeepseekV2Model")
     init, forward = (node for node in owner.body if isinstance(node, ast.FunctionDef))
-    assert ast.unparse(init.body[-1]) == "self._hs_capture = _hs_open(self)"
+    assert ast.unparse(init.body[-1]) == "self._hs_capture = _hs_open(self, 'layers', 'norm')"
     loop = next(number for number, node in enumerate(forward.body) if isinstance(node, ast.For))
     assert [ast.unparse(node) for node in forward.body[loop - 2 : loop]] == [
         "_hs = self._hs_capture",
@@ -191,7 +191,7 @@ def test_another_patch_version_is_replaced(model: Path, originals: str, monkeypa
     monkeypatch.undo()
     result = hs_patcher.apply(model, originals=originals)
     assert result.changed
-    assert b"patch 1, family D" in model.read_bytes()
+    assert b"patch 2, family D" in model.read_bytes()
     hs_patcher.revert(model, originals=originals)
     assert model.read_text() == SOURCE
 
@@ -224,61 +224,3 @@ def test_edited_inserted_code_is_refused_by_apply_and_reverted_exactly(model: Pa
         hs_patcher.apply(model, originals=originals)
     hs_patcher.revert(model, originals=originals)
     assert model.read_text() == SOURCE
-
-
-UNKNOWN = {
-    "no class": ("class DeepseekV2Model:", "class Other:", "expected one class DeepseekV2Model, found 0"),
-    "naive sum": ("captured_last_layer_outputs=", "other=", "takes no captured_last_layer_outputs"),
-    "two results": (
-        "hidden_states, residual, topk_indices = layer(",
-        "hidden_states, topk_indices = layer(",
-        "gives 2 results",
-    ),
-    "other capture rule": ("if i in self.layers_to_capture", "if i + 1 in self.layers_to_capture", "does not depend on"),
-    "on one line": (
-        "captured_last_layer_outputs=(\n                        aux_hidden_states if i in self.layers_to_capture else None\n                    ),",
-        "captured_last_layer_outputs=aux_hidden_states if i in self.layers_to_capture else None,",
-        "on its own lines",
-    ),
-    "second loop": (
-        "        if not self.pp_group",
-        "        for i in range(2):\n            a, b, c = layer(i)\n        if not self.pp_group",
-        "expected one loop over layer",
-    ),
-    "norm": (
-        "hidden_states, _ = self.norm(hidden_states, residual)",
-        "hidden_states = self.norm(hidden_states, residual)",
-        r"from self\.norm\(hidden_states, residual\)",
-    ),
-    "early return": ("        self.layers_to_capture = []", "        if not config:\n            return", "returns early"),
-    "other layers": ("layer = self.layers[i]", "layer = self.blocks[i]", r"layer = self\.layers\[i\]"),
-    "own name": ("aux_hidden_states = []", "aux_hidden_states = _hs = []", "already uses the names _hs"),
-    "carriage return": ("import logging\n", "import logging\r\n", "CR line ends"),
-    "byte order mark": ("# SPDX", "\ufeff# SPDX", "byte order mark"),
-    "not python": ("import logging\n", "import import\n", "is not Python"),
-}
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_shape_is_refused_and_stays(tmp_path: Path, originals: str, name: str) -> None:
-    old, new, reason = UNKNOWN[name]
-    assert SOURCE.count(old) == 1
-    model = install(tmp_path, SOURCE.replace(old, new))
-    before = model.read_bytes()
-    with pytest.raises(hs_patcher.Refused, match=reason):
-        hs_patcher.apply(model, originals=originals)
-    assert model.read_bytes() == before
-    assert not (model.parent.parent / "hs_capture").exists()
-
-
-@pytest.mark.parametrize("release", ["0.5.13", "0.5.13.post1", "0.5.21", "0.6.0", "0.0.0.dev0"])
-def test_the_shape_in_another_release_is_refused(tmp_path: Path, originals: str, release: str) -> None:
-    model = install(tmp_path, SOURCE, release)
-    with pytest.raises(hs_patcher.Refused, match=r"not by its release. Known families: D \(0.5.14 to 0.5.20\)"):
-        hs_patcher.apply(model, originals=originals)
-
-
-@pytest.mark.parametrize("release", ["0.5.14", "0.5.14.post1", "0.5.20", None])
-def test_the_shape_in_its_releases_is_taken(tmp_path: Path, originals: str, release: str | None) -> None:
-    result = hs_patcher.apply(install(tmp_path, SOURCE, release), originals=originals)
-    assert (result.changed, result.sglang_version) == (True, release)

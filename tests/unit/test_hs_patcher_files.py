@@ -74,7 +74,7 @@ def test_program_reports_and_exits(model: Path, originals: str) -> None:
     assert (checked.returncode, "not patched, can be patched" in checked.stdout) == (0, True)
     shown = program("diff", model)
     assert shown.returncode == 0
-    assert "+        self._hs_capture = _hs_open(self)" in shown.stdout
+    assert '+        self._hs_capture = _hs_open(self, "layers", "norm")' in shown.stdout
     assert model.read_text() == SOURCE
     applied = program("apply", "--originals", originals, model)
     assert applied.returncode == 0, applied.stderr
@@ -89,11 +89,11 @@ def test_program_reports_and_exits(model: Path, originals: str) -> None:
 
 
 def test_program_refuses_and_says_why(tmp_path: Path) -> None:
-    model = install(tmp_path, SOURCE, "0.5.13")
+    model = install(tmp_path, SOURCE.replace("def forward", "def run"))
     refused = program("apply", model)
     assert refused.returncode == 1
     assert refused.stderr.startswith("refused: ")
-    assert "Install such a release" in refused.stderr
+    assert "install a release of SGLang that docs/support.md lists" in refused.stderr
     assert program("check", model).returncode == 1
     assert program("apply").returncode == 2
     assert program("mend", model).returncode == 2
@@ -150,12 +150,12 @@ def test_loader_is_inert_unless_the_gate_is_set(model: Path, originals: str, mon
         if value is not None:
             monkeypatch.setenv("SGLANG_HS_DUMP_DIR", value)
         known = set(sys.modules)
-        assert space["_hs_open"](object()) is None
+        assert space["_hs_open"](object(), "layers", "norm") is None
         assert set(sys.modules) == known
     monkeypatch.setenv("SGLANG_HS_DUMP_DIR", "/dev/shm/x")
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(RuntimeError, match=r"sglang\.srt\.hs_capture cannot be imported .*patch\.yml.*unset SGLANG_HS_DUMP_DIR"):
-        space["_hs_open"](object())
+        space["_hs_open"](object(), "layers", "norm")
 
 
 def test_everything_is_python_3_9() -> None:

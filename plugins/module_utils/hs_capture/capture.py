@@ -9,9 +9,11 @@ from collections import Counter, OrderedDict
 from typing import Any
 
 from . import engine
-from .collector import Batch
+from .collector import Batch, Proof
 from .dumpfile import RID_PATTERN
-from .guards import NotCapturable, check_batch, check_settings
+from .expect import ExpectList
+from .follower import Follower, FollowerBatch
+from .guards import NotCapturable, check_batch, check_settings, check_unchunked
 from .layers import format_layers
 from .settings import Settings, read_settings
 from .sheet import Piece
@@ -22,18 +24,25 @@ logger = logging.getLogger(__name__)
 # Requests in flight are bounded by the scheduler far below this.
 _REMEMBERED_REQUESTS = 65536
 _FAILED = -1
+# The shape whose states SGLang completes by a collective.
+STREAM_FAMILY = "stream"
 
 
-def open_capture(model: Any, *, patch_version: str, family: str) -> Capture | None:
+def open_capture(model: Any, layers: str, norm: str, *, patch_version: str, family: str) -> Capture | Follower | None:
     """Open the capture that the environment asks for; called when the model is built.
 
-    Every rank checks the server's settings, only TP rank 0 captures: the others
-    get None. Raises CaptureRefused, which stops the server, with the remedy.
+    `layers` and `norm` name the model's decoder layers and its final norm.
+    Every rank checks the server's settings, only TP rank 0 captures: the
+    others get None, or a Follower where capture needs a collective. Raises
+    CaptureRefused, which stops the server, with the remedy.
     """
-    settings = read_settings(os.environ, model.config.num_hidden_layers)
+    layer_count, width = len(getattr(model, layers)), _width(model, getattr(model, norm))
+    settings = read_settings(os.environ, layer_count)
     check_settings(engine.server_settings())
     rank, size = engine.tensor_parallel()
     if rank != 0:
+        if family == STREAM_FAMILY and size > 1:
+            return Follower(Requests(settings.rid_prefix).wanted, settings.layers)
         return None
     metadata = {
         "layers": format_layers(list(settings.layers)),
@@ -50,55 +59,48 @@ def open_capture(model: Any, *, patch_version: str, family: str) -> Capture | No
         settings.rid_prefix,
         settings.directory,
     )
+    named = engine.batches_name_requests()
+    if not named:
+        check_unchunked(engine.server_settings())
+    writer = open_writer(settings, metadata, width, engine.server_settings())
     return Capture(
         settings,
-        open_writer(settings, metadata, model.config.hidden_size, engine.server_settings()),
-        model.config.num_hidden_layers,
-        model.config.hidden_size,
+        writer,
+        layer_count,
+        width,
+        None if named else ExpectList(settings.directory),
+        follows=family == STREAM_FAMILY and size > 1,
     )
 
 
-class Capture:
-    """Chooses, for each forward, the rows that are dumped."""
+def _width(model: Any, norm: Any) -> int:
+    """Width of the residual stream: what the final norm takes in."""
+    weight = getattr(norm, "weight", None)
+    if weight is not None:
+        return int(weight.shape[-1])
+    shape = getattr(norm, "normalized_shape", None)
+    return int(shape[-1]) if shape else int(model.config.hidden_size)
 
-    def __init__(self, settings: Settings, writer: Writer, layer_count: int, hidden_size: int) -> None:
-        self._settings = settings
-        self._writer = writer
-        self._layer_count = layer_count
-        self._hidden_size = hidden_size
-        # rid -> where its next piece starts, or _FAILED once a piece is lost.
-        self._next_start: OrderedDict[str, int] = OrderedDict()
+
+class Requests:
+    """Which requests of a forward are dumped: a pure function of what every rank sees."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
         self._warned = False
 
-    def begin(self, forward_batch: Any) -> Batch | None:
-        """Return the batch to collect into, None for a forward that dumps nothing.
-
-        Never raises: what cannot be captured gets an error marker.
-        """
-        self._writer.abandon()
+    def wanted(self, forward_batch: Any, rids: list[Any] | None = None) -> list[str]:
+        """The rids to dump of a forward, [] for any forward but a prefill."""
         # By name: values of the enumeration shift between releases, and
         # is_extend() also holds for verification and mixed steps.
-        if forward_batch.forward_mode.name != "EXTEND" or not forward_batch.rids:
-            return None
-        wanted = [rid for rid in forward_batch.rids if self._wants(rid)]
-        if not wanted:
-            return None
-        try:
-            return self._begin(forward_batch, Counter(wanted))
-        except NotCapturable as error:
-            failure = error
-        except Exception as error:
-            logger.exception("the capture of a forward could not begin")
-            failure = NotCapturable(
-                f"the capture could not begin: {error!r}",
-                "read the log of the server on this host",
-            )
-        for rid in dict.fromkeys(wanted):
-            self._fail(rid, failure)
-        return None
+        if forward_batch.forward_mode.name != "EXTEND":
+            return []
+        if rids is None:
+            rids = getattr(forward_batch, "rids", None)
+        return [rid for rid in rids or () if self._wants(rid)]
 
     def _wants(self, rid: Any) -> bool:
-        if not isinstance(rid, str) or not rid.startswith(self._settings.rid_prefix):
+        if not isinstance(rid, str) or not rid.startswith(self._prefix):
             return False
         if RID_PATTERN.match(rid):
             return True
@@ -107,9 +109,80 @@ class Capture:
             logger.warning("rid %.200r cannot name a dump: it and its like are not dumped", rid)
         return False
 
-    def _begin(self, forward_batch: Any, wanted: Counter[str]) -> Batch | None:
+
+class Capture:
+    """Chooses, for each forward, the rows that are dumped."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        writer: Writer,
+        layer_count: int,
+        width: int,
+        expected: ExpectList | None = None,
+        *,
+        follows: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._writer = writer
+        self._layer_count = layer_count
+        self._width = width
+        self._requests = Requests(settings.rid_prefix)
+        self._expected = expected
+        # Whether the other ranks take part in what a batch does.
+        self._follows = follows
+        # rid -> where its next piece starts, or _FAILED once a piece is lost.
+        self._next_start: OrderedDict[str, int] = OrderedDict()
+        self._open: Batch | None = None
+        self._proof = Proof()
+
+    def begin(self, forward_batch: Any) -> Batch | FollowerBatch | None:
+        """Return the batch to collect into, None for a forward that dumps nothing.
+
+        Never raises: what cannot be captured gets an error marker.
+        """
+        if self._open is not None:
+            self._open.abandon()
+            self._open = None
+        try:
+            rids = self._rids(forward_batch)
+        except Exception:
+            logger.exception("the expect list could not be read")
+            return None
+        wanted = self._requests.wanted(forward_batch, rids)
+        if not wanted:
+            return None
+        try:
+            self._open = self._begin(forward_batch, rids, Counter(wanted))
+        except NotCapturable as error:
+            failure = error
+        except Exception as error:
+            logger.exception("the capture of a forward could not begin")
+            failure = NotCapturable(
+                f"the capture could not begin: {error!r}",
+                "read the log of the server on this host",
+            )
+        else:
+            return self._open or self._follower()
+        for rid in dict.fromkeys(wanted):
+            self._fail(rid, failure)
+        return self._follower()
+
+    def _follower(self) -> FollowerBatch | None:
+        """What rank 0 does in a forward whose states it gives up: the others count on its part."""
+        return FollowerBatch(self._settings.layers) if self._follows else None
+
+    def _rids(self, forward_batch: Any) -> list[Any] | None:
+        """The rids of a prefill's requests, None for any other forward."""
+        if forward_batch.forward_mode.name != "EXTEND":
+            return None
+        if self._expected is None:
+            return forward_batch.rids
+        lengths = [int(length) for length in forward_batch.extend_seq_lens_cpu]
+        return self._expected.rids(forward_batch.input_ids, lengths)
+
+    def _begin(self, forward_batch: Any, rids: list[Any], wanted: Counter[str]) -> Batch | None:
         check_batch(forward_batch)
-        rids = forward_batch.rids
         lengths = [int(length) for length in forward_batch.extend_seq_lens_cpu]
         starts = [int(start) for start in forward_batch.extend_prefix_lens_cpu]
         rows = sum(lengths)
@@ -130,7 +203,7 @@ class Capture:
             first += length
         if not pieces:
             return None
-        batch = Batch(self._writer, self._settings, self._layer_count, self._hidden_size, rows, pieces)
+        batch = Batch(self._writer, self._settings, self._layer_count, self._width, rows, pieces, self._proof)
         batch.record_ids(input_ids)
         return batch
 

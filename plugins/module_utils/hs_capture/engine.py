@@ -10,12 +10,18 @@ def server_settings() -> Callable[[str], Any]:
     """Return a reader of server arguments in effect (None for unknown names).
 
     What the operator typed and what SGLang resolved it to live apart from
-    0.5.15 on; the accessors changed in 0.5.19 and 0.5.20.
+    0.5.15 on; the accessors changed in 0.5.19 and 0.5.20. Early releases keep
+    a dictionary of the few arguments that models ask for.
     """
     try:
         from sglang.srt.runtime_context import get_server_args
     except ImportError:
-        from sglang.srt.server_args import get_global_server_args as get_server_args
+        try:
+            from sglang.srt.server_args import get_global_server_args as get_server_args
+        except ImportError:
+            from sglang.srt.managers.schedule_batch import global_server_args_dict
+
+            return global_server_args_dict.get
     record = get_server_args()
     if hasattr(record, "resolved_dict"):
         return record.resolved_dict().get
@@ -25,10 +31,32 @@ def server_settings() -> Callable[[str], Any]:
 
 def tensor_parallel() -> tuple[int, int]:
     """Return (rank, size) of this process in tensor parallelism."""
-    from sglang.srt.runtime_context import get_parallel
+    try:
+        from sglang.srt.runtime_context import get_parallel
 
-    parallel = get_parallel()
-    return parallel.tp_rank, parallel.tp_size
+        parallel = get_parallel()
+        return parallel.tp_rank, parallel.tp_size
+    except (ImportError, AttributeError):
+        from sglang.srt.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+        return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def batches_name_requests() -> bool:
+    """Whether a forward batch carries the rids of its requests (0.5.10 and later)."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    return "rids" in ForwardBatch.__dataclass_fields__
+
+
+def snapshot(hidden: Any, forward_batch: Any) -> Any:
+    """The complete residual stream [rows, width] behind a layer that leaves its sum to the next.
+
+    A collective where a sum is owed: every tensor parallel rank has to call it.
+    """
+    from sglang.srt.layers.layer_boundary.residual import batch
+
+    return batch.snapshot(hidden, forward_batch)
 
 
 def sglang_version() -> str:

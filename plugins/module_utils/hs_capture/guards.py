@@ -139,6 +139,16 @@ def check_settings(read: Callable[[str], Any]) -> None:
         )
 
 
+def check_unchunked(read: Callable[[str], Any]) -> None:
+    """Refuse chunked prefill where requests are known by all their token ids only."""
+    size = read("chunked_prefill_size")
+    if size is not None and int(size) > 0:
+        raise CaptureRefused(
+            f"chunked_prefill_size is {size}, and this release's batches carry no rid that would hold the pieces together",
+            "start with --chunked-prefill-size -1",
+        )
+
+
 def check_batch(forward_batch: Any) -> None:
     """Raise NotCapturable for a forward whose layer loop is not the whole model."""
     if getattr(forward_batch, "can_run_tbo", False):
@@ -148,13 +158,24 @@ def check_batch(forward_batch: Any) -> None:
         )
 
 
-def check_state(tensor: Any, rows: int, width: int, what: str) -> None:
-    """Raise NotCapturable unless `tensor` is a complete [rows, width] state."""
+def check_complete(tensor: Any, what: str) -> None:
+    """Raise NotCapturable for what SGLang marks, or hands on, as one rank's partial sum."""
     if getattr(tensor, "_sglang_needs_allreduce_fusion", False):
         raise NotCapturable(
-            f"{what} is one rank's partial sum",
-            "start the server with --enforce-disable-flashinfer-allreduce-fusion",
+            f"{what} is one rank's partial sum: all-reduce fusion left the rest to the next layer",
+            "start the server with --enforce-disable-flashinfer-allreduce-fusion "
+            "(0.5.9 and before: without --enable-flashinfer-allreduce-fusion and with SGLANG_IS_FLASHINFER_AVAILABLE=false)",
         )
+    if not hasattr(tensor, "shape"):
+        raise NotCapturable(
+            f"{what} is a {type(tensor).__name__}, not a tensor: its sum is left to the next layer",
+            "start the server with --tp-size 1, or capture a model that SGLang gives its own capture argument",
+        )
+
+
+def check_state(tensor: Any, rows: int, width: int, what: str) -> None:
+    """Raise NotCapturable unless `tensor` is a complete [rows, width] state."""
+    check_complete(tensor, what)
     if tuple(tensor.shape) != (rows, width):
         raise NotCapturable(
             f"{what} has shape {list(tensor.shape)}, expected {[rows, width]}",

@@ -92,7 +92,7 @@ class Writer:
 
     def reserve(self, pieces: list[Piece]) -> Sheet:
         """Host memory for the pieces of a forward, waiting a bounded time. Raises NotCapturable where there is none."""
-        self.abandon()
+        self._drop_open()
         rows = sum(piece.tokens for piece in pieces)
         try:
             block, waited = self._ring.take(self._layout.block_bytes(rows), self._seconds)
@@ -112,32 +112,29 @@ class Writer:
         return self._open
 
     def submit(self, sheet: Sheet) -> None:
-        """Write the pieces of a sheet whose tensors are all there; one that was given up already stays so."""
-        if sheet is not self._open:
-            return
-        self._open = None
-        sheet.seal()
-        for piece in sheet.pieces:
-            self._put(partial(self._write, sheet, piece))
+        """Write the pieces of a sheet whose tensors are all there; never raises."""
+        if self._seal(sheet):
+            for piece in sheet.pieces:
+                self._put(partial(self._write, sheet, piece))
 
     def drop(self, sheet: Sheet, error: NotCapturable) -> None:
-        """Give up all pieces of a sheet, unless that was done already."""
-        if sheet is not self._open:
-            return
-        self._open = None
-        sheet.seal()
-        for piece in sheet.pieces:
-            self.fail(piece.rid, error)
-            self._put(partial(self._give_up, sheet))
+        """Give up all pieces of a sheet, unless it was handed over already; never raises."""
+        if self._seal(sheet):
+            for piece in sheet.pieces:
+                self.fail(piece.rid, error)
+                self._put(partial(self._give_up, sheet))
 
-    def abandon(self) -> None:
-        """Give up the sheet of a forward that never came to its end; never raises."""
-        if self._open is None:
-            return
+    def _seal(self, sheet: Sheet) -> bool:
+        """Close a sheet; False where that was done before, or its block is lost to a broken GPU."""
+        if sheet is not self._open:
+            return False
+        self._open = None
         try:
-            self.drop(self._open, NotCapturable("the forward did not come to its final norm", "read the log of the server on this host"))
+            sheet.seal()
         except Exception:
-            logger.exception("the states of a forward could not be given up")
+            logger.exception("the states of a forward could not be handed over")
+            return False
+        return True
 
     def fail(self, rid: str, error: NotCapturable | CaptureRefused) -> None:
         """Leave an error marker for `rid`; never raises."""
@@ -158,7 +155,7 @@ class Writer:
 
     def close(self) -> None:
         """Write what is left and end the threads."""
-        self.abandon()
+        self._drop_open()
         self.drain(None)
         self._stop.set()
         for _thread in self._threads[:-1]:
@@ -167,6 +164,10 @@ class Writer:
             thread.join()
         self._report()
         self._copier.close()
+
+    def _drop_open(self) -> None:
+        if self._open is not None:
+            self.drop(self._open, NotCapturable("the forward did not come to its end", "read the log of the server on this host"))
 
     def _put(self, job: Callable[[], None]) -> None:
         with self._done:
