@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -123,10 +122,11 @@ class Server:
         """Wait until it answers; returns the seconds since its start. Raises RuntimeError with the end of its log."""
         deadline = time.monotonic() + READY_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(OSError, urllib.error.URLError):
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
-                    if answer.status == 200:
-                        return time.monotonic() - self._began
+            try:
+                if urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).status == 200:
+                    return time.monotonic() - self._began
+            except OSError:
+                pass
             time.sleep(0.5)
         self.stop()
         raise RuntimeError(f"the server of {self.log} did not start:\n{self.tail()}")
@@ -174,13 +174,13 @@ async def _send(port: int, records: list[list[int]], rids: list[str], concurrenc
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), connector=connector) as session:
 
         async def one(body: bytes) -> None:
-            async with gate:
-                async with session.post(
-                    f"http://127.0.0.1:{port}/generate", data=body, headers={"Content-Type": "application/json"}
-                ) as answer:
-                    text = await answer.read()
-                    if answer.status != 200:
-                        raise RuntimeError(f"the server answered {answer.status}: {text[:300]!r}")
+            async with (
+                gate,
+                session.post(f"http://127.0.0.1:{port}/generate", data=body, headers={"Content-Type": "application/json"}) as answer,
+            ):
+                text = await answer.read()
+                if answer.status != 200:
+                    raise RuntimeError(f"the server answered {answer.status}: {text[:300]!r}")
 
         began = time.monotonic()
         await asyncio.gather(*(one(body) for body in bodies))

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 HIDDEN, HEADS, DENSE, EXPERT, VOCABULARY = 2048, 16, 10944, 1408, 102400
 LATENT, NOPE, ROPE, VALUE = 512, 128, 64, 128
