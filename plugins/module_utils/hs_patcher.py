@@ -43,15 +43,22 @@ CHANGES = ("imports", "init", "layer loop", "after the norm")
 RUNTIME_PACKAGE = "hs_capture"
 RUNTIME_FILES = (
     "__init__.py",
+    "budget.py",
     "capture.py",
     "collector.py",
+    "copier.py",
+    "counters.py",
+    "directory.py",
     "dumpfile.py",
     "engine.py",
     "expect.py",
     "follower.py",
     "guards.py",
     "layers.py",
+    "ring.py",
     "settings.py",
+    "sheet.py",
+    "spool.py",
     "writer.py",
 )
 MARKER_FILE = ".hidden_state_bridge"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hs_capture import capture, dumpfile, engine, follower, guards, layers, settings, writer
+from hs_capture import capture, directory, dumpfile, engine, follower, guards, layers, settings
 
 
 @pytest.mark.parametrize(("count", "expected"), [(61, [1, 29, 57]), (8, [1, 3, 4]), (7, [1, 2, 3])])
@@ -127,7 +127,7 @@ def test_server_settings_that_corrupt_states_are_refused(name: str, value: Any, 
 
 def test_dump_directory_is_made_private_and_swept(tmp_path: Path) -> None:
     path = tmp_path / "made" / "dumps"
-    writer.open_directory(str(path))
+    directory.DumpDirectory(str(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -135,7 +135,7 @@ def test_dump_directory_is_made_private_and_swept(tmp_path: Path) -> None:
     names = ["a.0.safetensors"] + [dumpfile.temporary_name("a.0.safetensors", pid) for pid in (gone.pid, os.getpid(), alive)]
     for name in names:
         (path / name).touch()
-    writer.open_directory(str(path))
+    directory.DumpDirectory(str(path))
     assert sorted(entry.name for entry in path.iterdir()) == sorted([names[0], names[3]])
 
 
@@ -164,7 +164,7 @@ def test_dump_directory_that_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         "another's": "belongs to uid",
     }
     with pytest.raises(guards.CaptureRefused, match=reasons[kind]):
-        writer.open_directory(str(path))
+        directory.DumpDirectory(str(path))
 
 
 @pytest.mark.parametrize("rid", ["", ".x", "a/b", "a b", "x" * 129, "a\n", "é"])
@@ -184,11 +184,9 @@ def test_names() -> None:
 
 
 def test_error_marker_round_trip(tmp_path: Path) -> None:
-    path = dumpfile.write_error(tmp_path, "hsb-1", "the reason", "the remedy")
-    assert path.name == "hsb-1.error.json"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path = tmp_path / dumpfile.error_name("hsb-1")
+    path.write_bytes(dumpfile.encode_error("the reason", "the remedy"))
     assert dumpfile.read_error(path) == {"reason": "the reason", "remedy": "the remedy"}
-    assert list(tmp_path.iterdir()) == [path]
     path.write_text("[]")
     with pytest.raises(dumpfile.DumpError, match="not an error marker"):
         dumpfile.read_error(path)
@@ -240,7 +238,9 @@ def test_settings_in_effect_are_read_by_each_accessor(monkeypatch: pytest.Monkey
 def open_capture(family: str = "D", **norm: Any) -> capture.Capture | follower.Follower | None:
     norm = norm or {"weight": SimpleNamespace(shape=(64,))}
     model = SimpleNamespace(blocks=[None] * 8, ln_f=SimpleNamespace(**norm), config=SimpleNamespace(hidden_size=64))
-    return capture.open_capture(model, "blocks", "ln_f", patch_version="1", family=family)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(capture, "open_writer", lambda asked, *_rest: directory.DumpDirectory(asked.directory))
+        return capture.open_capture(model, "blocks", "ln_f", patch_version="1", family=family)
 
 
 def test_only_rank_0_captures_and_makes_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

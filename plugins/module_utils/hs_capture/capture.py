@@ -9,14 +9,15 @@ from collections import Counter, OrderedDict
 from typing import Any
 
 from . import engine
-from .collector import Batch, Piece, Proof
+from .collector import Batch, Proof
 from .dumpfile import RID_PATTERN
 from .expect import ExpectList
 from .follower import Follower, FollowerBatch
 from .guards import NotCapturable, check_batch, check_settings, check_unchunked
 from .layers import format_layers
 from .settings import Settings, read_settings
-from .writer import Writer, open_directory
+from .sheet import Piece
+from .writer import Writer, open_writer
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ def open_capture(model: Any, layers: str, norm: str, *, patch_version: str, fami
         if family == STREAM_FAMILY and size > 1:
             return Follower(Requests(settings.rid_prefix).wanted, settings.layers)
         return None
-    open_directory(settings.directory)
     metadata = {
         "layers": format_layers(list(settings.layers)),
         "final": settings.final,
@@ -59,16 +59,16 @@ def open_capture(model: Any, layers: str, norm: str, *, patch_version: str, fami
         settings.rid_prefix,
         settings.directory,
     )
-    expected = None
-    if not engine.batches_name_requests():
+    named = engine.batches_name_requests()
+    if not named:
         check_unchunked(engine.server_settings())
-        expected = ExpectList(settings.directory)
+    writer = open_writer(settings, metadata, width, engine.server_settings())
     return Capture(
         settings,
-        Writer(settings.directory, metadata),
+        writer,
         layer_count,
         width,
-        expected,
+        None if named else ExpectList(settings.directory),
         follows=family == STREAM_FAMILY and size > 1,
     )
 

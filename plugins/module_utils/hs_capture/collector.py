@@ -3,29 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from . import engine
-from .dumpfile import INPUT_IDS, POST_NORM, PRE_NORM, layer_name
+from .dumpfile import POST_NORM, PRE_NORM, layer_name
 from .guards import NotCapturable, check_complete, check_state
 from .settings import Settings
+from .sheet import Piece
 
 if TYPE_CHECKING:
     import torch
 
     from .writer import Writer
-
-
-@dataclass
-class Piece:
-    """The rows [first, last) of a forward: tokens of `rid` from offset `start`."""
-
-    rid: str
-    start: int
-    first: int
-    last: int
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Proof:
@@ -55,7 +44,10 @@ class Proof:
 
 
 class Batch:
-    """The pieces of one forward that are dumped. Made by ``Capture.begin``."""
+    """The pieces of one forward that are dumped. Made by ``Capture.begin``.
+
+    Raises NotCapturable where there is no memory for them.
+    """
 
     def __init__(
         self,
@@ -72,7 +64,7 @@ class Batch:
         self._layer_count = layer_count
         self._width = width
         self._rows = rows
-        self._pieces = pieces
+        self._sheet = writer.reserve(pieces)
         self._proof = proof
         self._last: torch.Tensor | None = None
         self._turns = 0
@@ -112,7 +104,7 @@ class Batch:
             self.fail(f"adding {name} failed: {error!r}")
         else:
             if index in self._settings.layers:
-                self.record(name, state, owned=residual is not None)
+                self.record(name, state)
 
     def stream(self, layer: int | None, hidden: Any, forward_batch: Any) -> None:
         """Take the output of `layer` where ``forward_batch.residual_stream`` holds the residual.
@@ -129,7 +121,7 @@ class Batch:
             self.fail(f"completing {name} failed: {error!r}")
         else:
             self._keep_for_proof(index == self._layer_count - 1, state)
-            self.record(name, state, owned=True)
+            self.record(name, state)
 
     def watch(self, norm: Any) -> None:
         """Have `norm` say at its next call what it took in and gave: :meth:`finish` then runs."""
@@ -158,31 +150,27 @@ class Batch:
             self.record(POST_NORM, post_norm)
         if PRE_NORM in wanted:
             self.record(PRE_NORM, pre_norm)
-        if last in wanted and last not in self._pieces[0].tensors:
+        if last in wanted and last not in self._sheet.taken:
             self.record(last, pre_norm)
         if self._failure is None:
-            missing = [name for name in wanted if name not in self._pieces[0].tensors]
+            missing = [name for name in wanted if name not in self._sheet.taken]
             if missing:
                 self.fail(f"the forward gave no {', '.join(missing)}")
-        for piece in self._pieces:
-            if self._failure is None:
-                self._writer.write(piece)
-            else:
-                self._writer.fail(piece.rid, self._failure)
-        self._pieces = []
+        if self._failure is None:
+            self._writer.submit(self._sheet)
+        else:
+            self._writer.drop(self._sheet, self._failure)
 
     def abandon(self) -> None:
         """Give the pieces of a forward up that never came to :meth:`finish`; nothing where it did."""
         self._unhook()
-        for piece in self._pieces:
-            self._writer.fail(
-                piece.rid,
-                NotCapturable(
-                    "the forward ended without passing the final norm",
-                    "run the patcher again, and read the log of the server on this host",
-                ),
-            )
-        self._pieces = []
+        self._writer.drop(
+            self._sheet,
+            NotCapturable(
+                "the forward ended without passing the final norm",
+                "run the patcher again, and read the log of the server on this host",
+            ),
+        )
 
     def _turn(self, layer: int | None) -> int:
         """Count a turn of the loop; the layer's number."""
@@ -211,12 +199,11 @@ class Batch:
             self._hook.remove()
             self._hook = None
 
-    def record(self, name: str, tensor: torch.Tensor | None, *, owned: bool = False) -> None:
-        """Copy the rows of each piece of `tensor` [rows, width] to the CPU.
+    def record(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Copy the rows of each piece of `tensor` [rows, width].
 
-        Copied before returning, because SGLang reuses the storage, unless it
-        is `owned`: made for the capture alone. A failure is kept for
-        :meth:`finish`: it must not reach the server's answer.
+        The tensor may be overwritten afterwards in its stream. A failure is
+        kept for :meth:`finish`: it must not reach the server's answer.
         """
         if self._failure is not None:
             return
@@ -224,19 +211,18 @@ class Batch:
             if tensor is None:
                 raise NotCapturable(f"the forward gave no {name}", "run the patcher again")
             check_state(tensor, self._rows, self._width, name)
-            for piece in self._pieces:
-                if name in piece.tensors:
-                    raise NotCapturable(f"{name} came twice", "run the patcher again")
-                piece.tensors[name] = _copy(tensor[piece.first : piece.last])
+            self._sheet.copy(name, tensor)
         except NotCapturable as error:
             self._failure = error
         except Exception as error:
             self.fail(f"copying {name} failed: {error!r}")
 
     def record_ids(self, input_ids: torch.Tensor) -> None:
-        """Copy the token ids [rows] of each piece to the CPU as int64."""
-        for piece in self._pieces:
-            piece.tensors[INPUT_IDS] = _copy(input_ids[piece.first : piece.last]).long()
+        """Copy the token ids [rows] of each piece, as int64."""
+        try:
+            self._sheet.copy_ids(input_ids)
+        except Exception as error:
+            self.fail(f"copying the token ids failed: {error!r}")
 
     def fail(self, reason: str) -> None:
         """Keep an unforeseen failure, the first of a batch, for :meth:`finish`."""
@@ -273,7 +259,3 @@ class LayerCollector:
         self._batch.record(layer_name(self._layer), tensor)
         if self._own is not None:
             self._own(tensor, owned=owned)
-
-
-def _copy(rows: torch.Tensor) -> torch.Tensor:
-    return rows.detach().to("cpu", copy=True).contiguous()

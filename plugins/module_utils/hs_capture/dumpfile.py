@@ -16,6 +16,9 @@ tensor                 shape       content
 Metadata (all strings): format, rid, start, tokens, layers, final, dtype and
 what the writer adds. A request that could not be captured leaves
 ``<rid>.error.json`` with the reason and the remedy in place of a dump.
+
+Beside them the directory may hold ``capture.json`` (the capture's counters),
+files under way and files given back for use again; the latter begin with a dot.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +44,25 @@ FINAL_TENSORS = {
     "both": (POST_NORM, PRE_NORM),
     "none": (),
 }
-STATE_DTYPES = ("bfloat16", "float16", "float32")
+COUNTERS_NAME = "capture.json"
+COUNTERS_FORMAT = "hidden_state_bridge.capture/1"
+ID_BYTES = 8
+
+
+class StateType(NamedTuple):
+    """How safetensors names a dtype, and bytes of a value."""
+
+    code: str
+    bytes: int
+
+
+STATE_DTYPES = {"bfloat16": StateType("BF16", 2), "float16": StateType("F16", 2), "float32": StateType("F32", 4)}
+_SUFFIX = ".safetensors"
 _TEMPORARY = re.compile(r"\..+\.tmp-(\d+)\Z")
+_SPARE = re.compile(r"\.spare-\d+\Z")
+_STATE_NAME = re.compile(rf"(layer_\d+|{POST_NORM}|{PRE_NORM})\Z")
+# Far below the kernel's limit of 1,024.
+_PARTS_AT_ONCE = 256
 
 
 class DumpError(ValueError):
@@ -64,7 +85,7 @@ def dump_name(rid: str, start: int) -> str:
     """File name of the piece of `rid` that begins at token `start`."""
     if start < 0:
         raise DumpError(f"rid {rid}: a piece cannot start at token {start}")
-    return f"{check_rid(rid)}.{start}.safetensors"
+    return f"{check_rid(rid)}.{start}{_SUFFIX}"
 
 
 def error_name(rid: str) -> str:
@@ -83,43 +104,81 @@ def temporary_pid(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def write_dump(
-    directory: str | os.PathLike[str],
+def encode_header(
     rid: str,
     start: int,
-    tensors: dict[str, torch.Tensor],
-    metadata: dict[str, str],
-) -> Path:
-    """Write one dump (mode 0600) under a temporary name, rename it, return its path.
+    tokens: int,
+    states: Sequence[str],
+    width: int,
+    dtype: str,
+    metadata: Mapping[str, str],
+) -> bytes:
+    """The beginning of a dump, up to its data: token ids int64 [tokens], then `states` in order, each [tokens, width].
 
-    `tensors` are contiguous CPU tensors by the names of the format; `metadata`
-    is what the writer adds to format, rid, start, tokens and dtype. Raises
-    DumpError for tensors the format does not allow and OSError where the
-    directory cannot be written.
+    `metadata` is what the writer adds to format, rid, start, tokens and dtype. Raises DumpError for what the format
+    does not allow.
     """
-    from safetensors.torch import save_file
+    where = dump_name(rid, start)
+    if tokens < 1:
+        raise DumpError(f"{where}: states for {tokens} token ids")
+    if dtype not in STATE_DTYPES:
+        raise DumpError(f"{where}: states of dtype {dtype}; known are {', '.join(STATE_DTYPES)}")
+    for name in states:
+        if not _STATE_NAME.match(name):
+            raise DumpError(f"{where}: unknown tensor {name!r}")
+    described = {"format": FORMAT, "rid": rid, "start": str(start), "tokens": str(tokens), "dtype": dtype}
+    header: dict[str, Any] = {"__metadata__": {**metadata, **described}}
+    end = tokens * ID_BYTES
+    header[INPUT_IDS] = {"dtype": "I64", "shape": [tokens], "data_offsets": [0, end]}
+    code, size = STATE_DTYPES[dtype]
+    for name in states:
+        first, end = end, end + tokens * width * size
+        header[name] = {"dtype": code, "shape": [tokens, width], "data_offsets": [first, end]}
+    return frame(header)
 
-    target = Path(directory) / dump_name(rid, start)
-    dtype = _check_tensors(target.name, tensors)
-    described = {
-        **metadata,
-        "format": FORMAT,
-        "rid": rid,
-        "start": str(start),
-        "tokens": str(tensors[INPUT_IDS].shape[0]),
-        "dtype": dtype,
-    }
-    temporary = target.with_name(temporary_name(target.name))
-    try:
-        # Made before the library opens it, so that states are never readable by others.
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        save_file(tensors, temporary, metadata=described)
-        os.chmod(temporary, 0o600)
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return target
+
+def frame(header: Mapping[str, Any]) -> bytes:
+    """The beginning of a safetensors file: length and JSON of `header`, padded so that the data are aligned."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> int:
+    """Write `parts` one after another from the start of a file; returns their bytes. Raises OSError.
+
+    The interpreter is free for other threads while the kernel copies.
+    """
+    left = [view for view in (memoryview(part).cast("B") for part in parts) if view.nbytes]
+    position = 0
+    while left:
+        written = os.pwritev(descriptor, left[:_PARTS_AT_ONCE], position)
+        position += written
+        while left and written >= left[0].nbytes:
+            written -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][written:]
+    return position
+
+
+def is_dump(name: str) -> bool:
+    """Whether a file is a whole dump, by its name."""
+    return name.endswith(_SUFFIX) and not name.startswith(".")
+
+
+def is_spare(name: str) -> bool:
+    """Whether a file was given back for the next dump."""
+    return _SPARE.match(name) is not None
+
+
+def give_back(directory: str | os.PathLike[str], name: str) -> None:
+    """Give the dump `name`, which nobody reads any more, back to the server, which writes its next dump into it.
+
+    The pages are in memory already, so this costs a quarter of what new ones do. Whoever still has the file mapped
+    sees the next dump: unlink instead where that may be. Raises OSError.
+    """
+    path = os.path.join(directory, name)
+    os.rename(path, os.path.join(directory, f".spare-{os.lstat(path).st_ino}"))
 
 
 def read_dump(
@@ -159,19 +218,9 @@ def read_dump(
     return metadata, tensors
 
 
-def write_error(directory: str | os.PathLike[str], rid: str, reason: str, remedy: str) -> Path:
-    """Write the error marker of `rid` (mode 0600, by rename) and return its path."""
-    target = Path(directory) / error_name(rid)
-    temporary = target.with_name(temporary_name(target.name))
-    try:
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as stream:
-            json.dump({"reason": reason, "remedy": remedy}, stream)
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return target
+def encode_error(reason: str, remedy: str) -> bytes:
+    """The content of an error marker."""
+    return json.dumps({"reason": reason, "remedy": remedy}).encode()
 
 
 def read_error(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -192,7 +241,7 @@ def _check_tensors(where: str, tensors: dict[str, torch.Tensor]) -> str:
     for name, tensor in tensors.items():
         if name == INPUT_IDS:
             continue
-        if name not in (POST_NORM, PRE_NORM) and not re.match(r"layer_\d+\Z", name):
+        if not _STATE_NAME.match(name):
             raise DumpError(f"{where}: unknown tensor {name!r}")
         shapes.add(tuple(tensor.shape))
         dtypes.add(str(tensor.dtype).partition(".")[2])

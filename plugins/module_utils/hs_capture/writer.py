@@ -1,99 +1,253 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts finished pieces and error markers into the dump directory."""
+"""Takes states from the forward and puts them into the dump directory, in threads of its own."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
-import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Callable
 
-from .collector import Piece
-from .dumpfile import temporary_pid, write_dump, write_error
+from .budget import MAX_BYTES, Budget, Layout, plan, prefill_tokens
+from .copier import make_copier
+from .counters import Counters
+from .directory import DumpDirectory
+from .dumpfile import COUNTERS_NAME, dump_name, encode_error, encode_header, error_name
 from .guards import CaptureRefused, NotCapturable
+from .ring import Ring, RingFull
+from .settings import Settings
+from .sheet import Piece, Sheet
+from .spool import Spool
 
 logger = logging.getLogger(__name__)
 
+_THREADS = 4
+_REPORT_SECONDS = 1.0
+_REMEMBERED_FAILURES = 65536
+# Work that a hanging disk may leave behind; error markers beyond it are not written.
+_MOST_PENDING = 100_000
 
-def open_directory(path: str) -> None:
-    """Make `path` (mode 0700) or check that it is a private directory of this user.
 
-    Leftovers of writers that are gone are removed. Raises CaptureRefused for a
-    link, another's directory, one open to others, or one that cannot be written.
+def open_writer(settings: Settings, metadata: Mapping[str, str], width: int, read: Callable[[str], Any]) -> Writer:
+    """Open the dump directory and take the memory of the capture; called while the model is built.
+
+    width: of a state. `read` gives server arguments. The dtype is torch's
+    default there, which is the model's. Raises CaptureRefused.
     """
-    try:
-        if not os.path.lexists(path):
-            os.makedirs(os.path.dirname(path.rstrip("/")), exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o700)
-        found = os.lstat(path)
-    except OSError as error:
-        raise CaptureRefused(
-            f"the dump directory {path} cannot be made ({error.strerror})",
-            "let SGLANG_HS_DUMP_DIR name a directory that the server's user may make",
-        ) from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise CaptureRefused(
-            f"the dump directory {path} is a link or a file",
-            "let SGLANG_HS_DUMP_DIR name a directory",
-        )
-    if found.st_uid != os.geteuid():
-        raise CaptureRefused(
-            f"the dump directory {path} belongs to uid {found.st_uid}, the server runs as uid {os.geteuid()}",
-            "remove it or let SGLANG_HS_DUMP_DIR name another",
-        )
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        raise CaptureRefused(
-            f"the dump directory {path} is open to other users (mode {stat.S_IMODE(found.st_mode):04o})",
-            f"run: chmod 700 {path}",
-        )
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise CaptureRefused(f"the dump directory {path} is not writable", f"run: chmod 700 {path}")
-    for name in os.listdir(path):
-        pid = temporary_pid(name)
-        if pid is not None and not _writes(pid):
-            os.unlink(os.path.join(path, name))
+    import torch
+
+    layout = Layout(settings.tensor_names(), width, str(torch.get_default_dtype()).partition(".")[2])
+    directory = DumpDirectory(settings.directory)
+    tokens = prefill_tokens(read)
+    budget = plan(os.environ, layout, tokens, directory.free_bytes(), settings.directory)
+    writer = Writer(directory, budget, layout, metadata, read("device"))
+    logger.info(
+        "capture holds %d MiB on the GPU and %d MiB on the host, and up to %d MiB wait in %s; a prefill batch of %d tokens is %d MiB",
+        *(size >> 20 for size in (writer.device_bytes, budget.ring, budget.directory)),
+        settings.directory,
+        tokens,
+        budget.batch >> 20,
+    )
+    return writer
 
 
 class Writer:
-    """Writes pieces as they come; a failure becomes an error marker and a log line."""
+    """From host memory to dump files. `reserve` and what follows on a sheet is called by the forward, in turn.
 
-    def __init__(self, directory: str, metadata: dict[str, str]) -> None:
+    Nothing here waits for a disk but the threads; a failure becomes an error marker and a log line.
+    """
+
+    def __init__(self, directory: DumpDirectory, budget: Budget, layout: Layout, metadata: Mapping[str, str], device: str | None) -> None:
         self._directory = directory
+        self._layout = layout
         self._metadata = metadata
+        self._seconds = budget.wait_seconds
+        self._ring = Ring(budget.ring)
+        self._memory = memoryview(self._ring.memory)
+        self._copier = make_copier(self._ring.memory, device, budget.staging)
+        self.device_bytes = self._copier.device_bytes
+        self.counters = Counters(
+            device_bytes=self.device_bytes,
+            ring_bytes=self._ring.size,
+            directory_limit=budget.directory,
+        )
+        self._spool = Spool(directory, budget.directory, budget.wait_seconds, self.counters)
+        self._open: Sheet | None = None
+        self._failed: OrderedDict[str, None] = OrderedDict()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._pending = 0
+        self._done = threading.Condition()
+        self._stop = threading.Event()
+        self._active = True
+        self._report()
+        self._threads = [threading.Thread(target=self._work, name=f"hs-capture-{i}", daemon=True) for i in range(_THREADS)]
+        self._threads.append(threading.Thread(target=self._keep_house, name="hs-capture-report", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
-    def write(self, piece: Piece) -> None:
-        """Write one piece whose tensors are all there."""
+    def reserve(self, pieces: list[Piece]) -> Sheet:
+        """Host memory for the pieces of a forward, waiting a bounded time. Raises NotCapturable where there is none."""
+        self._drop_open()
+        rows = sum(piece.tokens for piece in pieces)
         try:
-            write_dump(self._directory, piece.rid, piece.start, piece.tensors, self._metadata)
-        except Exception as error:
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            self.fail(
-                piece.rid,
-                NotCapturable(
-                    f"the dump could not be written: {error}",
-                    f"make room in {self._directory}" if full else "read the log of the server on this host",
-                ),
-            )
+            block, waited = self._ring.take(self._layout.block_bytes(rows), self._seconds)
+        except RingFull as error:
+            self.counters.add(ring_waits=error.ever)
+            raise NotCapturable(
+                f"{rows} tokens found no room in the capture's host memory: {error}",
+                "see that the extractor runs and its disk is fast enough" if error.ever else f"raise {MAX_BYTES}, or cut the record",
+            ) from error
+        if waited > 1e-3:
+            self.counters.add(ring_waits=1, ring_wait_seconds=waited)
+        with self._done:
+            for piece in pieces:
+                if piece.start == 0:
+                    self._failed.pop(piece.rid, None)
+        self._open = Sheet(block, self._copier, self._layout, pieces)
+        return self._open
 
-    def fail(self, rid: str, error: NotCapturable) -> None:
+    def submit(self, sheet: Sheet) -> None:
+        """Write the pieces of a sheet whose tensors are all there; never raises."""
+        if self._seal(sheet):
+            for piece in sheet.pieces:
+                self._put(partial(self._write, sheet, piece))
+
+    def drop(self, sheet: Sheet, error: NotCapturable) -> None:
+        """Give up all pieces of a sheet, unless it was handed over already; never raises."""
+        if self._seal(sheet):
+            for piece in sheet.pieces:
+                self.fail(piece.rid, error)
+                self._put(partial(self._give_up, sheet))
+
+    def _seal(self, sheet: Sheet) -> bool:
+        """Close a sheet; False where that was done before, or its block is lost to a broken GPU."""
+        if sheet is not self._open:
+            return False
+        self._open = None
+        try:
+            sheet.seal()
+        except Exception:
+            logger.exception("the states of a forward could not be handed over")
+            return False
+        return True
+
+    def fail(self, rid: str, error: NotCapturable | CaptureRefused) -> None:
         """Leave an error marker for `rid`; never raises."""
         logger.error("hidden states of %s are not dumped: %s", rid, error)
+        with self._done:
+            self._failed[rid] = None
+            if len(self._failed) > _REMEMBERED_FAILURES:
+                self._failed.popitem(last=False)
+            lost = self._pending > _MOST_PENDING
+        self.counters.add(drops=1, markers_lost=lost)
+        if not lost:
+            self._put(partial(self._mark, rid, error))
+
+    def drain(self, seconds: float | None) -> bool:
+        """Wait until nothing is left to write; False where that takes longer than `seconds`."""
+        with self._done:
+            return self._done.wait_for(lambda: self._pending == 0, seconds)
+
+    def close(self) -> None:
+        """Write what is left and end the threads."""
+        self._drop_open()
+        self.drain(None)
+        self._stop.set()
+        for _thread in self._threads[:-1]:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._report()
+        self._copier.close()
+
+    def _drop_open(self) -> None:
+        if self._open is not None:
+            self.drop(self._open, NotCapturable("the forward did not come to its end", "read the log of the server on this host"))
+
+    def _put(self, job: Callable[[], None]) -> None:
+        with self._done:
+            self._pending += 1
+        self._queue.put(job)
+
+    def _work(self) -> None:
+        self._copier.start_thread()
+        while True:
+            job = self._queue.get()
+            if job is None:
+                return
+            try:
+                job()
+            except Exception:
+                logger.exception("a dump could not be written")
+            with self._done:
+                self._pending -= 1
+                if self._pending == 0:
+                    self._done.notify_all()
+
+    def _write(self, sheet: Sheet, piece: Piece) -> None:
         try:
-            write_error(self._directory, rid, error.reason, error.remedy)
-        except Exception:
-            logger.exception("the error marker of %s could not be written", rid)
+            sheet.wait()
+            with self._done:
+                if piece.rid in self._failed:
+                    return
+            layout = self._layout
+            header = encode_header(piece.rid, piece.start, piece.tokens, layout.names, layout.width, layout.dtype, self._metadata)
+            size = self._spool.publish(dump_name(piece.rid, piece.start), [header, *sheet.parts(piece, self._memory)])
+            self.counters.add(requests=piece.start == 0, pieces=1, tokens=piece.tokens, bytes=size)
+        except (NotCapturable, CaptureRefused) as error:
+            self.fail(piece.rid, error)
+        except Exception as error:
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = f"make room in {self._directory.path}" if full else "read the log of the server on this host"
+            self.fail(piece.rid, NotCapturable(f"the dump could not be written: {error}", remedy))
+        finally:
+            self._release(sheet)
 
+    def _give_up(self, sheet: Sheet) -> None:
+        try:
+            sheet.wait()
+        finally:
+            self._release(sheet)
 
-def _writes(pid: int) -> bool:
-    """Whether another process `pid` is alive (this one has not begun to write)."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    def _release(self, sheet: Sheet) -> None:
+        if sheet.finished():
+            self._ring.give(sheet.block)
+
+    def _mark(self, rid: str, error: NotCapturable | CaptureRefused) -> None:
+        content = encode_error(error.reason, error.remedy)
+        try:
+            try:
+                self._directory.put(error_name(rid), content, self._directory.handle())
+            except NotCapturable:
+                # The directory was made anew just now.
+                self._directory.put(error_name(rid), content, self._directory.handle())
+        except Exception as failure:
+            self.counters.add(markers_lost=1)
+            logger.error("the error marker of %s could not be written: %s", rid, failure)
+
+    def _keep_house(self) -> None:
+        complained = False
+        while not self._stop.wait(_REPORT_SECONDS):
+            try:
+                self._report()
+                complained = False
+            except Exception as error:
+                if not complained:
+                    logger.warning("%s could not be written: %s", COUNTERS_NAME, error)
+                complained = True
+
+    def _report(self) -> None:
+        """Write the counters while they change, and once more after that."""
+        handle = self._directory.current()
+        if handle is None:
+            return
+        waiting = self._spool.tidy(handle)
+        content, changed = self.counters.report(queue=self._pending, ring_used=self._ring.used(), directory_bytes=waiting)
+        if changed or self._active:
+            self._directory.put(COUNTERS_NAME, content, handle)
+        self._active = changed

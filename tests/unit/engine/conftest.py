@@ -12,6 +12,7 @@ import signal
 import time
 from pathlib import Path
 
+import dumping
 import pytest
 from extractor_process import RECORDS, extract
 from fake_server import HIDDEN, LAYERS
@@ -122,6 +123,14 @@ class Site:
         assert result["checked"] == records
         assert os.listdir(self.dumps) == []
         assert self.status()["state"] == "done"
+
+
+@pytest.fixture(autouse=True)
+def writers():
+    """No thread of a test outlives it."""
+    yield
+    while dumping.OPEN:
+        dumping.OPEN.pop().close()
 
 
 @pytest.fixture

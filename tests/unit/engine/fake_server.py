@@ -13,10 +13,9 @@ import collections
 import threading
 from typing import Callable
 
+import dumping
 import torch
 from aiohttp import web
-
-from hs_capture import dumpfile
 
 LAYERS = (1, 3, 4)
 HIDDEN = 8
@@ -94,7 +93,7 @@ class FakeServer:
     def dump(self, rid: str, input_ids: list[int], fault: str) -> None:
         """Leave what a capture leaves for one request."""
         if fault == "marker":
-            dumpfile.write_error(self.dump_dir, rid, "prefix cache hit", "start with --disable-radix-cache")
+            dumping.write_error(self.dump_dir, rid, "prefix cache hit", "start with --disable-radix-cache")
         if fault in ("marker", "none"):
             return
         half = len(input_ids) // 2 if fault in ("pieces", "hole") and len(input_ids) > 1 else 0
@@ -125,4 +124,4 @@ class FakeServer:
             tensors = {k: v if k == "input_ids" else v[:, :-1].contiguous() for k, v in tensors.items()}
         metadata = {"layers": ",".join(map(str, LAYERS)), "final": "post_norm", "tp_size": "1"}
         metadata.update(sglang_version="0.5.20", patch_version="1", family="D")
-        dumpfile.write_dump(self.dump_dir, rid, first, tensors, metadata)
+        dumping.write_dump(self.dump_dir, rid, first, tensors, metadata)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
+import dumping
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def tensors(dtype: torch.dtype = torch.bfloat16, rows: int = 5) -> dict[str, tor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     written = tensors(dtype)
-    path = dumpfile.write_dump(tmp_path, "hsb-a-0-0", 16, written, METADATA)
+    path = dumping.write_dump(tmp_path, "hsb-a-0-0", 16, written, METADATA)
     assert path == tmp_path / "hsb-a-0-0.16.safetensors"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(tmp_path.iterdir()) == [path]
@@ -47,6 +49,24 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ({"tokens": 0}, "for 0 token ids"),
+        ({"states": ["layer_1", "layer_x"]}, "unknown tensor 'layer_x'"),
+        ({"states": ["layer_1", "input_ids"]}, "unknown tensor 'input_ids'"),
+        ({"dtype": "float64"}, "dtype float64"),
+        ({"rid": "../x"}, "cannot name a dump"),
+        ({"start": -1}, "cannot start at token -1"),
+    ],
+)
+def test_what_the_format_does_not_allow(change: dict[str, Any], reason: str) -> None:
+    header = {"rid": "hsb-a", "start": 0, "tokens": 5, "states": ["layer_1"], "width": 4, "dtype": "bfloat16", "metadata": METADATA}
+    assert len(dumpfile.encode_header(**header)) % 8 == 0
+    with pytest.raises(dumpfile.DumpError, match=reason):
+        dumpfile.encode_header(**{**header, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
         ({"input_ids": torch.arange(5, dtype=torch.int32)}, r"input_ids has to be \[t\] int64"),
         ({"input_ids": torch.arange(4)}, "for 4 token ids"),
         ({"layer_1": torch.zeros(4, 4, dtype=torch.bfloat16)}, "unlike shape or dtype"),
@@ -55,29 +75,30 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
         ({name: torch.zeros(5, 4, dtype=torch.float64) for name in ("layer_1", "layer_3", "final_post_norm")}, "dtype float64"),
     ],
 )
-def test_tensors_that_the_format_does_not_allow(tmp_path: Path, change: dict[str, torch.Tensor], reason: str) -> None:
+def test_tensors_that_the_format_does_not_allow_are_not_read(tmp_path: Path, change: dict[str, torch.Tensor], reason: str) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = dumping.write_dump(tmp_path, "hsb-a", 0, tensors(), METADATA)
+    with safe_open(path, framework="pt") as opened:
+        metadata = opened.metadata()
+    save_file({**tensors(), **change}, path, metadata=metadata)
     with pytest.raises(dumpfile.DumpError, match=reason):
-        dumpfile.write_dump(tmp_path, "hsb-a", 0, {**tensors(), **change}, METADATA)
-    assert list(tmp_path.iterdir()) == []
+        dumpfile.read_dump(path)
 
 
-def test_an_empty_piece_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(dumpfile.DumpError, match="for 0 token ids"):
-        dumpfile.write_dump(tmp_path, "hsb-a", 0, tensors(rows=0), METADATA)
-
-
-def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(source: object, target: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        dumpfile.write_dump(tmp_path, "hsb-a", 0, tensors(), METADATA)
-    assert list(tmp_path.iterdir()) == []
+def test_parts_of_any_size_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda descriptor, parts, offset: write(descriptor, [bytes(parts[0][:3]), *parts[1:1]], offset))
+    parts = [b"", b"abcd", memoryview(b"efghijk"), b"", *(b"%03d" % i for i in range(600))]
+    descriptor = os.open(tmp_path / "x", os.O_CREAT | os.O_RDWR)
+    assert dumpfile.write_all(descriptor, parts) == len(b"".join(parts))
+    os.close(descriptor)
+    assert (tmp_path / "x").read_bytes() == b"".join(parts)
 
 
 def test_a_torn_file_is_refused(tmp_path: Path) -> None:
-    path = dumpfile.write_dump(tmp_path, "hsb-a", 0, tensors(), METADATA)
+    path = dumping.write_dump(tmp_path, "hsb-a", 0, tensors(), METADATA)
     whole = path.read_bytes()
     for size in (0, 4, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
@@ -86,7 +107,7 @@ def test_a_torn_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_under_another_name_is_refused(tmp_path: Path) -> None:
-    path = dumpfile.write_dump(tmp_path, "hsb-a", 0, tensors(), METADATA)
+    path = dumping.write_dump(tmp_path, "hsb-a", 0, tensors(), METADATA)
     other = path.rename(tmp_path / "hsb-b.0.safetensors")
     with pytest.raises(dumpfile.DumpError, match=r"metadata name hsb-a\.0"):
         dumpfile.read_dump(other)
@@ -107,7 +128,7 @@ def test_metadata_that_disagree_are_refused(tmp_path: Path, change: dict[str, st
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    path = dumpfile.write_dump(tmp_path, "hsb-a", 0, tensors(), METADATA)
+    path = dumping.write_dump(tmp_path, "hsb-a", 0, tensors(), METADATA)
     with safe_open(path, framework="pt") as opened:
         metadata = opened.metadata()
     save_file(tensors(), path, metadata={**metadata, **change})

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dumping
 import pytest
 import torch
 
-from hs_capture import capture, dumpfile, writer
+from hs_capture import capture, dumpfile
 from hs_capture.settings import Settings
 
 LAYERS, HIDDEN = 8, 4
@@ -39,12 +39,9 @@ class Server:
     def __init__(self, directory: Path, layers: tuple[int, ...] = (1, 3, 4), final: str = "post_norm") -> None:
         self.directory = directory
         metadata = {"layers": ",".join(map(str, layers)), "final": final, "sglang_version": "0.5.20", "patch_version": "1"}
-        self.capture = capture.Capture(
-            Settings(str(directory), layers, final, "hsb-"),
-            writer.Writer(str(directory), {**metadata, "family": "D", "tp_size": "1"}),
-            LAYERS,
-            HIDDEN,
-        )
+        settings = Settings(str(directory), layers, final, "hsb-")
+        self.writer = dumping.make_writer(settings, HIDDEN, {**metadata, "family": "D", "tp_size": "1"})
+        self.capture = capture.Capture(settings, self.writer, LAYERS, HIDDEN)
         self.own: dict[int, Any] = {}
         self.skip: set[int] = set()
         self.mark: set[int] = set()
@@ -71,12 +68,14 @@ class Server:
         return outputs, post
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in self.directory.iterdir())
+        return dumping.names(self.writer, self.directory)
 
     def read(self, name: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+        assert self.writer.drain(20)
         return dumpfile.read_dump(self.directory / name)
 
     def error(self, rid: str) -> dict[str, str]:
+        assert self.writer.drain(20)
         return dumpfile.read_error(self.directory / dumpfile.error_name(rid))
 
 
@@ -262,23 +261,24 @@ def test_a_shard_or_padding_is_an_error(server: Server, shape: tuple[int, int]) 
 
 
 def test_a_failing_copy_does_not_reach_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(rows: torch.Tensor) -> torch.Tensor:
+    def broken(*arguments: object) -> None:
         raise RuntimeError("out of memory")
 
     running = server.capture.begin(batch(("hsb-a", 0, 3)))
-    monkeypatch.setattr("hs_capture.collector._copy", broken)
+    monkeypatch.setattr("hs_capture.copier.DirectCopier.copy", broken)
     run(running, {}, torch.zeros(3, HIDDEN))
     assert "copying layer_1 failed" in server.error("hsb-a")["reason"]
 
 
-def test_a_full_directory_does_not_reach_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_state_of_another_dtype_is_an_error(server: Server) -> None:
+    running = server.capture.begin(batch(("hsb-a", 0, 3)))
+    run(running, {2: torch.zeros(3, HIDDEN, dtype=torch.bfloat16)}, torch.zeros(3, HIDDEN))
+    assert server.error("hsb-a")["reason"] == "layer_1 is bfloat16, the model float32"
 
-    monkeypatch.setattr(writer, "write_dump", full)
-    server.forward(batch(("hsb-a", 0, 3)))
-    assert "No space left" in server.error("hsb-a")["reason"]
-    assert "make room" in server.error("hsb-a")["remedy"]
-    monkeypatch.setattr(writer, "write_error", full)
-    server.forward(batch(("hsb-b", 0, 3)))
-    assert server.names() == ["hsb-a.error.json"]
+
+def test_what_comes_after_a_batch_was_given_up_goes_nowhere(server: Server) -> None:
+    stale = server.capture.begin(batch(("hsb-a", 0, 3), ("hsb-b", 0, 2)))
+    outputs, _ = server.forward(batch(("hsb-c", 0, 3)))
+    run(stale, {}, torch.ones(5, HIDDEN))
+    assert server.names() == ["hsb-a.error.json", "hsb-b.error.json", "hsb-c.0.safetensors"]
+    assert torch.equal(server.read("hsb-c.0.safetensors")[1]["layer_3"], outputs[3])

@@ -8,11 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dumping
 import pytest
 import torch
 from test_hs_capture_batches import HIDDEN, LAYERS, batch
 
-from hs_capture import capture, dumpfile, engine, expect, writer
+from hs_capture import capture, dumpfile, engine, expect
 from hs_capture.capture import Requests
 from hs_capture.follower import Follower
 from hs_capture.settings import Settings
@@ -35,7 +36,8 @@ class Model:
     def __init__(self, directory: Path, layers: tuple[int, ...] = (1, 3, 7), final: str = "both", **options: Any) -> None:
         self.directory = directory
         self.settings = Settings(str(directory), layers, final, "hsb-")
-        self.capture = capture.Capture(self.settings, writer.Writer(str(directory), {"family": "x"}), LAYERS, HIDDEN, **options)
+        self.writer = dumping.make_writer(self.settings, HIDDEN, {"family": "x"})
+        self.capture = capture.Capture(self.settings, self.writer, LAYERS, HIDDEN, **options)
         self.norm = Norm()
         self.states: list[torch.Tensor] = []
 
@@ -68,7 +70,11 @@ class Model:
         running.watch(self.norm)
         return self.norm(hidden)
 
+    def names(self) -> list[str]:
+        return dumping.names(self.writer, self.directory)
+
     def check(self, name: str = "hsb-a.0.safetensors") -> None:
+        self.names()
         _, tensors = dumpfile.read_dump(self.directory / name)
         for layer in self.settings.layers:
             assert torch.allclose(tensors[f"layer_{layer}"], self.states[layer])
@@ -76,6 +82,7 @@ class Model:
         assert torch.allclose(tensors["final_post_norm"], self.states[-1] * 2)
 
     def reason(self, rid: str = "hsb-a") -> str:
+        self.names()
         return dumpfile.read_error(self.directory / dumpfile.error_name(rid))["reason"]
 
 
@@ -127,7 +134,7 @@ def test_collectors_of_the_stream_hand_on(model: Model) -> None:
     running.finish(torch.zeros(2, HIDDEN), torch.zeros(2, HIDDEN))
     # Layer 3 is SGLang's alone: it got its own collector.
     assert told == [True, True]
-    assert dumpfile.read_dump(model.directory / "hsb-a.0.safetensors")
+    assert model.names() == ["hsb-a.0.safetensors"]
 
 
 def test_a_norm_that_takes_in_another_state_is_found(model: Model) -> None:
@@ -181,7 +188,7 @@ def test_a_forward_that_never_came_to_the_norm(model: Model) -> None:
     # Once: what is given up is not given up again.
     (model.directory / dumpfile.error_name("hsb-a")).unlink()
     model.capture.begin(batch(("user", 0, 1)))
-    assert list(model.directory.iterdir()) == []
+    assert model.names() == []
 
 
 class Collective:
@@ -242,6 +249,7 @@ def test_snapshots_are_dumped_and_their_failure_is_an_error(tmp_path: Path, monk
     model = Model(tmp_path, follows=True)
     collective = Collective(monkeypatch)
     collective.run([model.capture], batch(("hsb-a", 0, 3)))
+    model.names()
     _, tensors = dumpfile.read_dump(tmp_path / "hsb-a.0.safetensors")
     assert [float(tensors[f"layer_{layer}"][0, 0]) for layer in (1, 3, 7)] == [2.0, 4.0, 8.0]
     collective.fails = True
@@ -264,7 +272,7 @@ def test_expected_tokens_are_dumped_under_their_rid(tmp_path: Path) -> None:
     model.states = [state[5:8] for state in model.states]
     model.check()
     assert not entry.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["expect", "hsb-a.0.safetensors"]
+    assert model.names() == ["expect", "hsb-a.0.safetensors"]
     assert model.capture.begin(made) is None
 
 
@@ -274,7 +282,7 @@ def test_an_entry_cannot_steer_a_name(tmp_path: Path, content: str) -> None:
     made = batch(("", 0, 5))
     lay(tmp_path, made.input_ids, content)
     assert model.capture.begin(made) is None
-    assert [path.name for path in tmp_path.iterdir()] == ["expect"]
+    assert model.names() == ["expect"]
 
 
 def test_links_on_the_list_are_not_followed(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the capture has done so far, for ``capture.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from typing import Any
+
+from .dumpfile import COUNTERS_FORMAT
+
+_NAMES = (
+    "requests",
+    "pieces",
+    "tokens",
+    "bytes",
+    "ring_waits",
+    "ring_wait_seconds",
+    "room_waits",
+    "drops",
+    "markers_lost",
+)
+
+
+class Counters:
+    """Sums since the start; thread-safe. `fixed` goes into every report as it is.
+
+    requests, tokens, bytes: of written dumps (pieces: their files). ring_waits,
+    ring_wait_seconds: how often and long a forward waited for host memory.
+    room_waits: how often a writer waited for the directory. drops: error
+    markers. markers_lost: of those, the ones that could not be written.
+    """
+
+    def __init__(self, **fixed: Any) -> None:
+        self._fixed = {"format": COUNTERS_FORMAT, "pid": os.getpid(), "started": round(time.time(), 3), **fixed}
+        self._sums = dict.fromkeys(_NAMES, 0)
+        self._lock = threading.Lock()
+        self._reported = dict(self._sums)
+        self._reported_at = time.monotonic()
+
+    def add(self, **amounts: float) -> None:
+        """Add to sums by name."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._sums[name] += amount
+
+    def __getitem__(self, name: str) -> float:
+        with self._lock:
+            return self._sums[name]
+
+    def report(self, **present: Any) -> tuple[bytes, bool]:
+        """The content of ``capture.json``, and whether a sum has changed since the last report.
+
+        write_bytes_per_second is the rate since then; `present` goes in as it is.
+        """
+        with self._lock:
+            sums = dict(self._sums)
+        now = time.monotonic()
+        rate = (sums["bytes"] - self._reported["bytes"]) / max(now - self._reported_at, 1e-3)
+        changed = sums != self._reported
+        self._reported, self._reported_at = sums, now
+        sums["ring_wait_seconds"] = round(sums["ring_wait_seconds"], 3)
+        described = {**self._fixed, "updated": round(time.time(), 3), **sums, "write_bytes_per_second": round(rate), **present}
+        return json.dumps(described).encode(), changed
