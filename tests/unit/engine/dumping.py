@@ -15,7 +15,6 @@ from hs_capture.directory import DumpDirectory
 from hs_capture.settings import Settings
 from hs_capture.writer import Writer
 
-
 OPEN: list[Writer] = []
 
 
