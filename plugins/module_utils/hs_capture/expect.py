@@ -36,7 +36,12 @@ class ExpectList:
 
         `input_ids` [rows] int64 holds the requests one after the other.
         """
-        if not os.listdir(self._directory):
+        try:
+            waiting = os.listdir(self._directory)
+        except FileNotFoundError:
+            # The dump directory was removed; a client that finds no list announces nothing.
+            waiting = []
+        if not waiting:
             return [None] * len(lengths)
         rows = input_ids.detach().cpu().long().contiguous().numpy().astype("<i8")
         rids = []

@@ -41,6 +41,7 @@ async def _capture(client: Client, config: ExtractConfig, layout: dumps.Layout, 
     """States of one record by tensor name, float32 [tokens, hidden]. Raises as the client and dumps do."""
     import torch
 
+    await dumps.announce(config.dump_dir, rid, record.input_ids, config.request_timeout)
     await client.prefill(rid, record.input_ids)
     deadline = time.monotonic() + config.dump_timeout
     while True:

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hs_capture import dumpfile
+from hs_capture import dumpfile, expect
 
 from .errors import ConfigError
 
@@ -60,6 +62,34 @@ def check_directory(path: str) -> None:
         raise ConfigError(f"dump directory {path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); run: chmod 700 {path}")
     if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
         raise ConfigError(f"dump directory {path} is not writable; run: chmod 700 {path}")
+
+
+async def announce(directory: str, rid: str, input_ids: np.ndarray, seconds: float) -> None:
+    """Put a request on the server's expect list, where it keeps one (SGLang before 0.5.10, whose batches carry no rid).
+
+    input_ids: int32 [tokens]. Of requests with the same tokens one at a time is on the list; the others wait for it.
+    Raises DumpRejected after that many seconds.
+    """
+    listed = os.path.join(directory, expect.DIRECTORY)
+    if not os.path.isdir(listed):
+        return
+    entry = os.path.join(listed, expect.entry_name(input_ids.astype("<i8").tobytes()))
+    temporary = os.path.join(listed, f".{rid}")
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    try:
+        with open(descriptor, "w", encoding="ascii") as stream:
+            stream.write(rid)
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                os.link(temporary, entry)
+                return
+            except FileExistsError:
+                if time.monotonic() > deadline:
+                    raise DumpRejected(f"a request with the tokens of {rid} was on the expect list for {seconds:g} s") from None
+            await asyncio.sleep(0.02)
+    finally:
+        os.unlink(temporary)
 
 
 def find(directory: str, rid: str, tokens: int) -> list[str] | None:
@@ -186,11 +216,28 @@ def _check_finite(name: str, tensor_name: str, start: int, tensor: torch.Tensor)
 
 
 def remove(directory: str, stem: str) -> int:
-    """Remove the dumps and markers whose names begin with `stem`; returns how many there were."""
+    """Remove dumps, markers and expect list entries of the rids that begin with `stem` (a rid and a dot: of that rid).
+
+    Returns how many dumps and markers there were.
+    """
     names = [name for name in os.listdir(directory) if name.startswith(stem)]
-    for name in names:
+    paths = [os.path.join(directory, name) for name in names]
+    listed = os.path.join(directory, expect.DIRECTORY)
+    if os.path.isdir(listed):
+        entries = [os.path.join(listed, name) for name in os.listdir(listed)]
+        paths += [entry for entry in entries if _rid_in(entry).startswith(stem)]
+    for path in paths:
         try:
-            os.unlink(os.path.join(directory, name))
+            os.unlink(path)
         except FileNotFoundError:
             pass
     return len(names)
+
+
+def _rid_in(entry: str) -> str:
+    """The rid of an expect list entry and a dot; empty where it is gone."""
+    try:
+        with open(os.open(entry, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8", errors="replace") as stream:
+            return stream.read(256) + "."
+    except OSError:
+        return ""

@@ -250,6 +250,7 @@ class Extraction:
 
     async def _once(self, record: Any, rid: str) -> None:
         async with self._requests:
+            await dumps.announce(self.config.dump_dir, rid, record.input_ids, self.config.request_timeout)
             await self._client.prefill(rid, record.input_ids)
             self._away_since = None
             pieces = await self._wait_for_dump(rid, len(record.input_ids))
