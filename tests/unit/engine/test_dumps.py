@@ -9,6 +9,7 @@ import torch
 from fake_server import HIDDEN, LAYERS, FakeServer
 
 from hidden_state_bridge import dumps
+from hs_capture import dumpfile
 
 IDS = np.arange(9, dtype=np.int32)
 
@@ -47,3 +48,22 @@ def test_a_dump_that_is_no_safetensors_file_is_refused(tmp_path):
     (tmp_path / "hsb-a-1-0.error.json").write_text("{")
     with pytest.raises(dumps.DumpRejected, match="an error marker that cannot be read"):
         dumps.find(str(tmp_path), "hsb-a-1-0", 9)
+
+
+def test_the_servers_limit_is_read_from_its_counters(tmp_path):
+    assert dumps.limit(str(tmp_path)) is None
+    for text, limit in [("{", None), ("[]", None), ("{}", None), ('{"directory_limit": 7}', 7)]:
+        (tmp_path / "capture.json").write_text(text)
+        assert dumps.limit(str(tmp_path)) == limit
+
+
+def test_what_was_read_is_given_back(tmp_path):
+    FakeServer(str(tmp_path)).dump("hsb-a-1-0", IDS.tolist(), "pieces")
+    FakeServer(str(tmp_path)).dump("hsb-a-1-0", IDS.tolist(), "marker")
+    FakeServer(str(tmp_path)).dump("hsb-a-10-0", IDS.tolist(), "ok")
+    dumps.give_back(str(tmp_path), "hsb-a-1-0.")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert [dumpfile.is_spare(name) for name in names] == [True, True, False]
+    assert names[2] == "hsb-a-10-0.0.safetensors"
+    dumps.remove_spares(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["hsb-a-10-0.0.safetensors"]

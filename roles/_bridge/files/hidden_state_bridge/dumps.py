@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import stat
 import time
@@ -213,6 +214,36 @@ def _check_finite(name: str, tensor_name: str, start: int, tensor: torch.Tensor)
         return
     row, column = (int(number) for number in (~torch.isfinite(tensor)).nonzero()[0])
     raise DumpRejected(f"{name}: {tensor_name} has {float(tensor[row, column])} in row {start + row}, column {column}")
+
+
+def limit(directory: str) -> int | None:
+    """Bytes of dumps that the server lets wait in the directory, by its counters; None where it does not say."""
+    try:
+        with open(os.path.join(directory, dumpfile.COUNTERS_NAME), encoding="utf-8") as stream:
+            return int(json.load(stream)["directory_limit"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def give_back(directory: str, stem: str) -> None:
+    """As `remove`, once nobody reads the dumps any more: the server writes its next ones into their files."""
+    for name in os.listdir(directory):
+        if name.startswith(stem) and dumpfile.is_dump(name):
+            try:
+                dumpfile.give_back(directory, name)
+            except FileNotFoundError:
+                pass
+    remove(directory, stem)
+
+
+def remove_spares(directory: str) -> None:
+    """Remove what was given back: a server that is gone takes none."""
+    for name in os.listdir(directory):
+        if dumpfile.is_spare(name):
+            try:
+                os.unlink(os.path.join(directory, name))
+            except FileNotFoundError:
+                pass
 
 
 def remove(directory: str, stem: str) -> int:

@@ -126,7 +126,8 @@ class Extraction:
         self._requests = asyncio.Semaphore(config.concurrency)
         self._changed = asyncio.Condition()
         self._entries: asyncio.Queue[Any] = asyncio.Queue()
-        self._capacity = int(free_bytes(config.dump_dir) * DUMP_ROOM)
+        free = free_bytes(config.dump_dir)
+        self._capacity = int(min(free, dumps.limit(config.dump_dir) or free) * DUMP_ROOM)
         self._writer = hs_manifest.ManifestWriter(config.output_dir, self.access.file_mode, self.access.gid)
         self.progress.write("running")
         with ThreadPoolExecutor(workers, "convert") as self._pool, ThreadPoolExecutor(1, "manifest") as self._appender:
@@ -140,6 +141,7 @@ class Extraction:
                 await asyncio.gather(*background, return_exceptions=True)
                 self._writer.close()
                 dumps.remove(config.dump_dir, config.rid_stem)
+                dumps.remove_spares(config.dump_dir)
 
     def _stop(self) -> None:
         say("stopping: what is in flight is finished")
@@ -218,8 +220,10 @@ class Extraction:
         request_failures = dump_failures = 0
         for attempt in range(TRIES_A_START):
             rid = f"{config.rid_stem}{record.index}-{self.progress.generation * TRIES_A_START + attempt}"
+            clear = dumps.remove
             try:
                 await self._once(record, rid)
+                clear = dumps.give_back
                 self._failures_in_a_row = 0
                 return ""
             except RecordRefused as error:
@@ -237,7 +241,7 @@ class Extraction:
             finally:
                 # Freeing the pages of a large dump takes its time.
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._pool, dumps.remove, config.dump_dir, f"{rid}.")
+                await loop.run_in_executor(self._pool, clear, config.dump_dir, f"{rid}.")
             if failures >= tries:
                 self._failed_in_a_row(reason)
                 return reason
