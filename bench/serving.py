@@ -93,13 +93,20 @@ def arguments(release: str, device: str, model: Path, *, graphs: bool, memory: f
     return found + [one for one in wanted if not (graphs and "graph" in one)]
 
 
+def _free_port() -> int:
+    """A free port: below the system's own choices, since 0.5.12 listens 10,000 higher too."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port between 20000 and 30000 is free")
+
+
 class Server:
     """An SGLang server of this machine. `wait` for it, then `stop` it."""
 
     def __init__(self, command: list[str], log: Path, *, path: Path | None = None, environment: dict[str, str] | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = _free_port()
         variables = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_HS_")}
         if path is not None:
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), variables.get("PYTHONPATH", "")]))
