@@ -52,6 +52,7 @@ RUNTIME_FILES = (
     "dumpfile.py",
     "engine.py",
     "expect.py",
+    "fingerprints.py",
     "follower.py",
     "guards.py",
     "layers.py",

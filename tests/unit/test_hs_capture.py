@@ -247,7 +247,7 @@ def test_only_rank_0_captures_and_makes_the_directory(tmp_path: Path, monkeypatc
     path = tmp_path / "dumps"
     monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(path))
     engine_modules(SimpleNamespace(pp_size=1), monkeypatch, rank=1)
-    assert open_capture() is None
+    assert open_capture().begin(SimpleNamespace(forward_mode=SimpleNamespace(name="EXTEND"), rids=["hsb-a", "hsb-fp"])) is None
     assert not path.exists()
     engine_modules(SimpleNamespace(pp_size=1), monkeypatch)
     assert isinstance(open_capture(), capture.Capture)
@@ -265,8 +265,9 @@ def test_the_width_is_what_the_final_norm_takes_in(tmp_path: Path, monkeypatch: 
 def test_other_ranks_follow_where_a_collective_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path / "dumps"))
     engine_modules(SimpleNamespace(pp_size=1), monkeypatch, rank=1)
-    assert isinstance(open_capture("stream"), follower.Follower)
-    assert open_capture("E") is None
+    made = SimpleNamespace(forward_mode=SimpleNamespace(name="EXTEND"), rids=["hsb-a"])
+    assert isinstance(open_capture("stream").begin(made), follower.FollowerBatch)
+    assert open_capture("E").begin(made) is None
 
 
 def test_without_rids_requests_are_expected_and_never_chunked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

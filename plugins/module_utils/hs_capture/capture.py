@@ -6,12 +6,14 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from typing import Any
 
 from . import engine
 from .collector import Batch, Proof
 from .dumpfile import RID_PATTERN
 from .expect import ExpectList
+from .fingerprints import RID_SUFFIX, FingerprintWriter
 from .follower import Follower, FollowerBatch
 from .guards import NotCapturable, check_batch, check_settings, check_unchunked
 from .layers import format_layers
@@ -28,22 +30,25 @@ _FAILED = -1
 STREAM_FAMILY = "stream"
 
 
-def open_capture(model: Any, layers: str, norm: str, *, patch_version: str, family: str) -> Capture | Follower | None:
+def open_capture(model: Any, layers: str, norm: str, *, patch_version: str, family: str) -> Capture | Follower:
     """Open the capture that the environment asks for; called when the model is built.
 
     `layers` and `norm` name the model's decoder layers and its final norm.
     Every rank checks the server's settings, only TP rank 0 captures: the
-    others get None, or a Follower where capture needs a collective. Raises
-    CaptureRefused, which stops the server, with the remedy.
+    others get a Follower. Raises CaptureRefused, which stops the server, with
+    the remedy.
     """
     layer_count, width = len(getattr(model, layers)), _width(model, getattr(model, norm))
     settings = read_settings(os.environ, layer_count)
     check_settings(engine.server_settings())
     rank, size = engine.tensor_parallel()
     if rank != 0:
-        if family == STREAM_FAMILY and size > 1:
-            return Follower(Requests(settings.rid_prefix).wanted, settings.layers)
-        return None
+        wanted = Requests(settings.rid_prefix).wanted if family == STREAM_FAMILY else None
+        prints = None
+        if engine.batches_name_requests():
+            asked = replace(settings, rid_prefix=settings.rid_prefix + RID_SUFFIX)
+            prints = Capture(asked, FingerprintWriter(settings.directory, rank), layer_count, width)
+        return Follower(wanted, settings.layers, prints)
     metadata = {
         "layers": format_layers(list(settings.layers)),
         "final": settings.final,

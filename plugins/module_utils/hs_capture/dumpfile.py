@@ -17,8 +17,9 @@ Metadata (all strings): format, rid, start, tokens, layers, final, dtype and
 what the writer adds. A request that could not be captured leaves
 ``<rid>.error.json`` with the reason and the remedy in place of a dump.
 
-Beside them the directory may hold ``capture.json`` (the capture's counters),
-files under way and files given back for use again; the latter begin with a dot.
+Beside them the directory may hold ``<rid>.<start>.fp<rank>`` (fingerprints),
+``capture.json`` (the capture's counters), files under way and files given back
+for use again; the latter two begin with a dot.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ FINAL_TENSORS = {
     "both": (POST_NORM, PRE_NORM),
     "none": (),
 }
+FINGERPRINT_FORMAT = "hidden_state_bridge.fingerprint/1"
+FINGERPRINT_VALUES = 4
 COUNTERS_NAME = "capture.json"
 COUNTERS_FORMAT = "hidden_state_bridge.capture/1"
 ID_BYTES = 8
@@ -93,6 +96,11 @@ def error_name(rid: str) -> str:
     return f"{check_rid(rid)}.error.json"
 
 
+def fingerprint_name(rid: str, start: int, rank: int) -> str:
+    """File name of what tensor parallel rank `rank` says of the piece of `rid` that begins at token `start`."""
+    return f"{check_rid(rid)}.{start}.fp{rank}"
+
+
 def temporary_name(name: str, pid: int | None = None) -> str:
     """Name under which process `pid` (this one by default) writes `name`."""
     return f".{name}.tmp-{os.getpid() if pid is None else pid}"
@@ -135,6 +143,16 @@ def encode_header(
         first, end = end, end + tokens * width * size
         header[name] = {"dtype": code, "shape": [tokens, width], "data_offsets": [first, end]}
     return frame(header)
+
+
+def encode_fingerprint(rid: str, start: int, rank: int, tokens: int, values: Mapping[str, bytes]) -> bytes:
+    """A file of fingerprints, a safetensors file too: by state float32 [tokens, FINGERPRINT_VALUES], given as bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": FINGERPRINT_FORMAT, "rid": rid, "start": str(start), "rank": str(rank)}}
+    end = 0
+    for name, data in values.items():
+        first, end = end, end + len(data)
+        header[name] = {"dtype": "F32", "shape": [tokens, FINGERPRINT_VALUES], "data_offsets": [first, end]}
+    return frame(header) + b"".join(values.values())
 
 
 def frame(header: Mapping[str, Any]) -> bytes:
@@ -221,6 +239,19 @@ def read_dump(
 def encode_error(reason: str, remedy: str) -> bytes:
     """The content of an error marker."""
     return json.dumps({"reason": reason, "remedy": remedy}).encode()
+
+
+def read_fingerprint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fingerprints in a file by state, numpy float32 [t, FINGERPRINT_VALUES]. Raises DumpError, FileNotFoundError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as opened:
+            if (opened.metadata() or {}).get("format") != FINGERPRINT_FORMAT:
+                raise DumpError(f"{path}: not a file of fingerprints")
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise DumpError(f"{path}: not a whole file of fingerprints ({error})") from error
 
 
 def read_error(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensor parallel ranks that capture nothing, but take part in SGLang's collectives."""
+"""The tensor parallel ranks that dump nothing, but take part in SGLang's collectives and write fingerprints."""
 
 from __future__ import annotations
 
@@ -12,18 +12,27 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """Stands for ``Capture`` on ranks other than 0 where capture needs a collective."""
+    """Stands for ``Capture`` on ranks other than 0.
 
-    def __init__(self, wanted: Callable[[Any], list[str]], layers: tuple[int, ...]) -> None:
+    `wanted` says which requests of a forward rank 0 dumps, where that needs a
+    collective of all ranks (else None). `fingerprints` is a ``Capture`` that
+    writes those of the requests that ask for them.
+    """
+
+    def __init__(self, wanted: Callable[[Any], list[str]] | None, layers: tuple[int, ...], fingerprints: Any = None) -> None:
         self._wanted = wanted
         self._layers = layers
+        self._fingerprints = fingerprints
 
-    def begin(self, forward_batch: Any) -> FollowerBatch | None:
-        """Return a batch to follow exactly where rank 0 has one.
+    def begin(self, forward_batch: Any) -> Any:
+        """Return a batch to follow exactly where rank 0 has one; None where there is nothing to do.
 
         What decides is the same on all ranks: the mode and the rids of the
         forward, never the state of a ring or a disk.
         """
+        batch = self._fingerprints.begin(forward_batch) if self._fingerprints is not None else None
+        if batch is not None or self._wanted is None:
+            return batch
         return FollowerBatch(self._layers) if self._wanted(forward_batch) else None
 
 

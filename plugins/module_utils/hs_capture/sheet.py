@@ -14,6 +14,7 @@ from .guards import NotCapturable
 if TYPE_CHECKING:
     import torch
 
+    from .fingerprints import FingerprintSheet
     from .ring import Block
 
 
@@ -43,6 +44,8 @@ class Sheet:
         self.block = block
         self.pieces = pieces
         self.taken: set[str] = set()
+        # Of those pieces that ask for fingerprints.
+        self.fingerprints: FingerprintSheet | None = None
         self._copier = copier
         self._layout = layout
         self._mark: Any = None
@@ -87,6 +90,8 @@ class Sheet:
         offset = self._offset(name)
         target = self._copier.host[offset : offset + self._rows * self._layout.state_bytes]
         self._copy(state.detach(), target.view(state.dtype).view(self._rows, self._layout.width))
+        if self.fingerprints is not None:
+            self.fingerprints.copy(name, state)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         if self._sealed:

@@ -18,6 +18,7 @@ from .copier import make_copier
 from .counters import Counters
 from .directory import DumpDirectory
 from .dumpfile import COUNTERS_NAME, dump_name, encode_error, encode_header, error_name
+from .fingerprints import RID_SUFFIX, FingerprintWriter
 from .guards import CaptureRefused, NotCapturable
 from .ring import Ring, RingFull
 from .settings import Settings
@@ -45,7 +46,7 @@ def open_writer(settings: Settings, metadata: Mapping[str, str], width: int, rea
     directory = DumpDirectory(settings.directory)
     tokens = prefill_tokens(read)
     budget = plan(os.environ, layout, tokens, directory.free_bytes(), settings.directory)
-    writer = Writer(directory, budget, layout, metadata, read("device"))
+    writer = Writer(directory, budget, layout, metadata, read("device"), settings.rid_prefix + RID_SUFFIX)
     logger.info(
         "capture holds %d MiB on the GPU and %d MiB on the host, and up to %d MiB wait in %s; a prefill batch of %d tokens is %d MiB",
         *(size >> 20 for size in (writer.device_bytes, budget.ring, budget.directory)),
@@ -62,8 +63,19 @@ class Writer:
     Nothing here waits for a disk but the threads; a failure becomes an error marker and a log line.
     """
 
-    def __init__(self, directory: DumpDirectory, budget: Budget, layout: Layout, metadata: Mapping[str, str], device: str | None) -> None:
+    def __init__(
+        self,
+        directory: DumpDirectory,
+        budget: Budget,
+        layout: Layout,
+        metadata: Mapping[str, str],
+        device: str | None,
+        asked: str = "-",
+    ) -> None:
+        """`device`: the server argument. `asked`: how rids begin that ask for fingerprints; none begins with a dash."""
         self._directory = directory
+        self._asked = asked
+        self._fingerprints = FingerprintWriter(directory, rank=0)
         self._layout = layout
         self._metadata = metadata
         self._seconds = budget.wait_seconds
@@ -109,11 +121,16 @@ class Writer:
                 if piece.start == 0:
                     self._failed.pop(piece.rid, None)
         self._open = Sheet(block, self._copier, self._layout, pieces)
+        asked = [piece for piece in pieces if piece.rid.startswith(self._asked)]
+        if asked:
+            self._open.fingerprints = self._fingerprints.reserve(asked)
         return self._open
 
     def submit(self, sheet: Sheet) -> None:
         """Write the pieces of a sheet whose tensors are all there; never raises."""
         if self._seal(sheet):
+            if sheet.fingerprints is not None:
+                self._fingerprints.submit(sheet.fingerprints)
             for piece in sheet.pieces:
                 self._put(partial(self._write, sheet, piece))
 

@@ -12,6 +12,7 @@ import torch
 from hs_capture import dumpfile
 from hs_capture.budget import Budget, Layout
 from hs_capture.directory import DumpDirectory
+from hs_capture.fingerprints import RID_SUFFIX
 from hs_capture.settings import Settings
 from hs_capture.writer import Writer
 
@@ -45,7 +46,8 @@ def make_writer(settings: Settings, width: int, metadata: dict[str, str] | None 
     """A writer of float32 states on the CPU; `changes` to its budget. Closed at the end of the test."""
     budget = {"batch": 1 << 20, "ring": 4 << 20, "directory": 4 << 20, "staging": 1 << 20, "wait_seconds": 1.0, **changes}
     layout = Layout(settings.tensor_names(), width, "float32")
-    OPEN.append(Writer(DumpDirectory(settings.directory), Budget(**budget), layout, metadata or {}, "cpu"))
+    asked = settings.rid_prefix + RID_SUFFIX
+    OPEN.append(Writer(DumpDirectory(settings.directory), Budget(**budget), layout, metadata or {}, "cpu", asked))
     return OPEN[-1]
 
 
