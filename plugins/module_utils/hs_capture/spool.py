@@ -18,7 +18,7 @@ from .directory import DumpDirectory, Handle
 from .dumpfile import is_dump, is_spare, write_all
 from .guards import NotCapturable
 
-_SCAN_SECONDS = 0.05
+_SCAN_SECONDS = 0.02
 _IDLE_SECONDS = 2.0
 # Files given back hold memory that a burst of dumps left behind.
 _SPARE_SHARE = 4
