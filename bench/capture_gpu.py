@@ -77,7 +77,8 @@ class Bench:
         environment: dict[str, str] = {}
         states = 4 if name == "naive" else int((re.match(r"capture(\d+)\Z", name) or [0, 0])[1])
         if states:
-            layers = ",".join(map(str, layers_of(self.model, states)))
+            captured = layers_of(self.model, states)
+            states, layers = len(captured) + 1, ",".join(map(str, captured))
             environment = {"SGLANG_HS_DUMP_DIR": str(dumps), "SGLANG_HS_DUMP_LAYERS": layers, "SGLANG_HS_DUMP_RID_PREFIX": RID_PREFIX}
         reader = None
         server = self.start(name, MEMORY[self.options.device][1], path, environment)

@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--layers", type=int, default=15, help="so many states and the final one")
     parser.add_argument("--seconds", type=float, default=5)
-    parser.add_argument("--forwards", type=int, default=40)
+    parser.add_argument("--forwards", type=int, default=24)
     options = parser.parse_args()
     names = tuple(f"layer_{layer}" for layer in range(options.layers)) + (dumpfile.POST_NORM,)
     layout = Layout(names, options.width, "bfloat16")

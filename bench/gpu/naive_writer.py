@@ -13,10 +13,10 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-def open_writer(settings: Any, metadata: Any, width: int, read: Any) -> NaiveWriter:
+def open_writer(settings: Any, metadata: Any, width: int, read: Any) -> Writer:
     """As the runtime's ``open_writer``."""
     os.makedirs(settings.directory, mode=0o700, exist_ok=True)
-    return NaiveWriter(settings.directory)
+    return Writer(settings.directory)
 
 
 class Sheet:
@@ -38,7 +38,7 @@ class Sheet:
         return [tensor[piece.first : piece.last].cpu() for piece in self.pieces]
 
 
-class NaiveWriter:
+class Writer:
     """Saves each request's tensors before the forward goes on."""
 
     def __init__(self, directory: str) -> None:
