@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch an SGLang model file so that it can dump hidden states; take the patch out again.
 
-Usage: hs_patcher.py apply|revert|check|diff [--runtime DIR] [--originals DIR] PATH
+Usage: hs_patcher.py check|diff|apply|revert PATH
+       hs_patcher.py check|diff|apply|revert --python PYTHON [--model NAME]
 
-PATH is ``sglang/srt/models/deepseek_v2.py``. The patch is found in the syntax
+PATH is ``sglang/srt/models/deepseek_v2.py``; with ``--python`` it is found in
+the SGLang that this interpreter would import. The patch is found in the syntax
 tree and made as text at these places; every other byte stays. It is inert
 unless SGLANG_HS_DUMP_DIR is set. The capture runtime it then imports is put
-beside the models as ``sglang/srt/hs_capture``.
+beside the models as ``sglang/srt/hs_capture``, a link to a directory that was
+written whole. A run that is killed leaves the old or the new state, and the
+next run sweeps what it left.
 
 Before the first change the original is kept as
 ``ORIGINALS/<model>.<first 16 hex of its sha256>.orig`` (0600). ORIGINALS is
@@ -23,18 +27,25 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import pkgutil
+import pwd
 import re
+import shlex
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 import tokenize
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,25 +81,30 @@ _END = b"# hidden_state.bridge end "
 # a turn of the loop. A piece marked as split also broke the line that it stands in.
 _SPLIT = b" split"
 _PIECES_OF_CHANGE = dict(zip(CHANGES, ((b"imports",), (b"init",), (b"loop", b"own", b"collector", b"output", b"output-2"), (b"norm",))))
-_PIECES = tuple(piece for pieces in _PIECES_OF_CHANGE.values() for piece in pieces)
-_BLOCK = re.compile(
-    rb"^[ ]*# hidden_state\.bridge begin (" + b"|".join(_PIECES) + rb")\n(?:.*\n)*?"
-    rb"[ ]*# hidden_state\.bridge end \1\n",
-    re.MULTILINE,
-)
-_SPLIT_BLOCK = re.compile(
-    rb"\n[ ]*# hidden_state\.bridge begin (own|collector)" + _SPLIT + rb"\n(?:.*\n)*?"
-    rb"[ ]*# hidden_state\.bridge end \1" + _SPLIT + rb"\n[ ]*",
-)
+_MARK = b"# hidden_state.bridge"
+_MARKED_LINE = re.compile(rb"^.*# hidden_state\.bridge.*(?:\n|\Z)", re.MULTILINE)
+_EDGE = re.compile(rb"[ ]*# hidden_state\.bridge (begin|end) ([a-z0-9-]+)(" + _SPLIT + rb")?\n")
+_HEAD = b"# hidden_state.bridge patch "
 _HEADER = re.compile(
     rb"^# hidden_state\.bridge patch (\S+), family (\S+), original sha256 ([0-9a-f]{64})$",
     re.MULTILINE,
 )
 _OWN_NAMES = ("_hs", "_hs_open", "_hs_capture")
 
+# What a killed run can leave: tempfile's names behind a prefix of ours.
+_TEMPORARY = re.compile(r"\.hsb-[a-z0-9_]{8}")
+_RUNTIME_NAME = re.compile(rf"\.{RUNTIME_PACKAGE}-[a-z0-9_]{{8}}")
+_RUNTIME_LINK = re.compile(rf"\.{RUNTIME_PACKAGE}-[a-z0-9_]{{8}}\.link")
+_LARGEST_BYTES = 4 << 20
+_PATIENCE_SECONDS = 20
+_DIFF_LINES = 80
+
 
 class Refused(Exception):
-    """The file is left as it is; the message says why and what to do."""
+    """The file is left as it is; the message says why and what to do.
+
+    Its first line says all; a unified diff may follow.
+    """
 
 
 class Change(NamedTuple):
@@ -99,6 +115,13 @@ class Change(NamedTuple):
     text: str
 
 
+class Found(NamedTuple):
+    """A model file, and its release where the interpreter that found it tells one."""
+
+    path: str
+    release: str | None
+
+
 class _Edit(NamedTuple):
     offset: int
     text: bytes
@@ -106,9 +129,15 @@ class _Edit(NamedTuple):
 
 @dataclass
 class Result:
-    """What `apply` or `revert` did, or would do (dry run)."""
+    """What `apply` or `revert` did, or would do (dry run).
+
+    `model_file` is the real file; `link` is the path asked for where links lead
+    from it there. `found_version` is the patch version that was in the file.
+    `leftovers` are paths that a killed run left, swept by this one.
+    """
 
     model_file: str
+    link: str | None
     sglang_version: str | None
     family: str | None
     changed: bool
@@ -117,6 +146,8 @@ class Result:
     after: bytes
     runtime_dir: str
     runtime_changed: list[str]
+    leftovers: list[str] = field(default_factory=list)
+    found_version: str | None = None
     original: str | None = None
     patch_version: str = PATCH_VERSION
 
@@ -130,14 +161,7 @@ class Result:
 
     def diff(self) -> str:
         """Unified diff of the model file."""
-        return "".join(
-            difflib.unified_diff(
-                self.before.decode("utf-8").splitlines(keepends=True),
-                self.after.decode("utf-8").splitlines(keepends=True),
-                self.model_file,
-                self.model_file,
-            )
-        )
+        return _unified(self.before, self.after, self.model_file, self.model_file)
 
 
 # --- where SGLang is -----------------------------------------------------------------------
@@ -146,7 +170,8 @@ class Result:
 def release_of(path: str | os.PathLike[str]) -> str | None:
     """The SGLang release that holds `path`, read from files, never by importing it.
 
-    `path` is the package directory ``sglang`` or anything in it. None if nothing tells.
+    `path` is the package directory ``sglang`` or anything in it. A wheel, a source
+    tree with ``_version.py`` and one with ``sglang.egg-info`` tell; None if nothing does.
     """
     path = Path(path).absolute()
     for package in (path, *path.parents):
@@ -155,50 +180,86 @@ def release_of(path: str | os.PathLike[str]) -> str | None:
     else:
         return None
     for name in ("_version.py", "version.py"):
-        try:
-            text = (package / name).read_text(encoding="utf-8")
-        except OSError:
-            continue
-        found = re.search(r"^__version__\s*=\s*(?:version\s*=\s*)?['\"]([^'\"]+)['\"]", text, re.M)
-        if found:
-            return found[1]
+        release = _assigned_version(package / name)
+        if release:
+            return release
     releases = set()
-    for metadata in package.parent.glob("sglang-*.dist-info/METADATA"):
-        found = re.search(r"^Version: (\S+)$", metadata.read_text(encoding="utf-8"), re.M)
-        if found:
-            releases.add(found[1])
+    for pattern in ("sglang-*.dist-info/METADATA", "sglang.egg-info/PKG-INFO", "sglang-*.egg-info/PKG-INFO"):
+        for metadata in package.parent.glob(pattern):
+            with contextlib.suppress(OSError):
+                found = re.search(r"^Version: (\S+)$", metadata.read_text(encoding="utf-8", errors="replace"), re.M)
+                if found:
+                    releases.add(found[1])
     return releases.pop() if len(releases) == 1 else None
 
 
-def find_model_file(python: str, model: str = "deepseek_v2") -> str:
+def _assigned_version(path: Path) -> str | None:
+    """The text that the module `path` assigns to ``__version__`` outside of any block."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    for node in tree.body:
+        names = [target.id for target in node.targets if isinstance(target, ast.Name)] if isinstance(node, ast.Assign) else []
+        if "__version__" in names and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            return node.value.value
+    return None
+
+
+# Runs in the server's interpreter. The metadata of an editable install lies elsewhere than its package.
+_LOOK = """\
+import importlib.metadata, importlib.util, json, sys, urllib.parse
+if sys.argv[1] == "installed":
+    sys.path[:] = [entry for entry in sys.path if entry]
+spec = importlib.util.find_spec("sglang")
+places = list(spec.submodule_search_locations or []) if spec else []
+projects = []
+try:
+    for found in importlib.metadata.distributions(name="sglang"):
+        url = urllib.parse.urlparse(json.loads(found.read_text("direct_url.json") or "{}").get("url", ""))
+        if url.scheme == "file":
+            projects.append([urllib.parse.unquote(url.path), found.version])
+except Exception:
+    projects = []
+print(json.dumps([places, projects]))
+"""
+
+
+def locate(python: str, model: str = "deepseek_v2", directory: str | None = None) -> Found:
     """The file of `model` in the SGLang that the interpreter `python` would import.
 
-    Runs `python` once to look SGLang up without importing it; wheels and editable
-    installs both answer. Raises Refused with the remedy.
+    Runs `python` once to look SGLang up without importing it: wheels, editable
+    installs and source trees on PYTHONPATH answer. A source tree in `directory`
+    counts as it does for ``python -m`` called there; without it no working
+    directory counts. Raises Refused with the remedy.
     """
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", model):
         raise Refused(f"model {model!r} is not the name of a module; give deepseek_v2 or its like")
-    code = (
-        "import sys; sys.path[:] = [p for p in sys.path if p]; "
-        "import importlib.util, json; s = importlib.util.find_spec('sglang'); "
-        "print(json.dumps(list(s.submodule_search_locations or []) if s else []))"
-    )
+    command = [python, "-c", _LOOK, "here" if directory else "installed"]
     try:
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-        places = json.loads(done.stdout.splitlines()[-1])
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=directory)
+        places, projects = json.loads(done.stdout.splitlines()[-1])
     except FileNotFoundError:
         raise Refused(f"{python}: no such interpreter; give the Python that runs SGLang") from None
     except subprocess.CalledProcessError as error:
-        raise Refused(f"{python} could not look for sglang: {error.stderr.strip()}") from error
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        raise Refused(f"{python} could not look for sglang: {error}") from error
+        said = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+        raise Refused(f"{python} could not look for sglang ({said[-1]}); give the Python that runs SGLang") from error
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError, TypeError) as error:
+        raise Refused(f"{python} could not look for sglang ({error}); give the Python that runs SGLang") from error
     for place in places:
-        found = os.path.join(place, "srt", "models", model + ".py")
-        if os.path.isfile(found):
-            return found
+        path = os.path.join(place, "srt", "models", model + ".py")
+        if os.path.lexists(path):
+            real = os.path.realpath(path)
+            releases = {version for root, version in projects if real.startswith(os.path.join(os.path.realpath(root), ""))}
+            return Found(path, releases.pop() if len(releases) == 1 else None)
     if places:
         raise Refused(f"{', '.join(places)} has no srt/models/{model}.py; name another model")
-    raise Refused(f"{python} has no sglang; give the Python that runs SGLang")
+    raise Refused(f"{python} has no sglang; give the Python that runs SGLang, or the model file itself")
+
+
+def find_model_file(python: str, model: str = "deepseek_v2") -> str:
+    """The path that `locate` finds for an installed SGLang."""
+    return locate(python, model).path
 
 
 def default_originals() -> str:
@@ -748,54 +809,159 @@ def _patched(data: bytes, path: str, release: str | None) -> tuple[str, bytes]:
     return family, result
 
 
-def _ends(data: bytes, piece: bytes) -> tuple[int, int]:
-    """How often `piece` begins and ends in `data`."""
-    counts = []
-    for mark in (_BEGIN, _END):
-        counts.append(data.count(mark + piece + b"\n") + data.count(mark + piece + _SPLIT + b"\n"))
-    return counts[0], counts[1]
+# --- the marks ------------------------------------------------------------------------------
+
+
+class _Piece(NamedTuple):
+    """An inserted piece with its marks: [first, last) is what the patch added."""
+
+    name: bytes
+    first: int
+    last: int
+    inside: bytes
+
+
+def _pieces(data: bytes, path: str) -> list[_Piece]:
+    """The pieces of a patch of any version, in their order; Refused where a mark is torn, doubled or strange."""
+    found: list[_Piece] = []
+    opened = None
+    for match in _MARKED_LINE.finditer(data):
+        line = data.count(b"\n", 0, match.start()) + 1
+        edge = _EDGE.fullmatch(match[0])
+        if edge is None:
+            if opened is not None and match[0].startswith(_HEAD):
+                continue
+            raise Refused(f"{path}, line {line}: the text '{_MARK.decode()}' stands where the patch puts none, so its marks were edited")
+        name = edge[2].decode()
+        if edge[1] == b"begin":
+            if opened is not None:
+                raise Refused(f"{path} is patched in part: piece '{opened[0].decode()}' begins at line {opened[3]} and does not end")
+            if name.encode() in [piece.name for piece in found]:
+                raise Refused(f"{path} is patched in part: piece '{name}' is there twice, again at line {line}")
+            # A split piece took up the line end before it.
+            first = match.start() - 1 if edge[3] and match.start() else match.start()
+            opened = (edge[2], first, match.end(), line, edge[3])
+            continue
+        if opened is None or (opened[0], opened[4]) != (edge[2], edge[3]):
+            raise Refused(f"{path} is patched in part: piece '{name}' ends at line {line} and does not begin")
+        last = match.end()
+        if edge[3]:
+            last += len(data[last:]) - len(data[last:].lstrip(b" "))
+        found.append(_Piece(opened[0], opened[1], last, data[opened[2] : match.start()]))
+        opened = None
+    if opened is not None:
+        raise Refused(f"{path} is patched in part: piece '{opened[0].decode()}' begins at line {opened[3]} and does not end")
+    return found
 
 
 def _stripped(data: bytes, path: str) -> bytes:
-    """`data` without the marked pieces; Refused where a piece is missing, doubled or torn."""
-    output, twin = (_ends(data, piece) == (1, 1) for piece in (b"output", b"output-2"))
-    pieces = [b"imports", b"init", b"loop", b"norm", *([b"output"] if output else [b"own", b"collector"]), *([b"output-2"] if twin else [])]
-    for piece in _PIECES:
-        begins, ends = _ends(data, piece)
-        if begins != ends or begins != pieces.count(piece):
-            raise Refused(
-                f"{path} is patched in part: piece '{piece.decode()}' begins {begins} times and ends {ends} times. {_restore(data, path)}"
-            )
-    rest, split = _SPLIT_BLOCK.subn(b"", data)
-    rest, blocks = _BLOCK.subn(b"", rest)
-    if split + blocks != len(pieces) or b"# hidden_state.bridge" in rest:
-        raise Refused(f"{path}: the marks of the patch were edited. {_restore(data, path)}")
-    return rest
+    """`data` without the marked pieces; Refused where a piece is doubled or torn."""
+    rest = bytearray()
+    done = 0
+    for piece in _pieces(data, path):
+        rest += data[done : piece.first]
+        done = piece.last
+    return bytes(rest + data[done:])
 
 
-def _restore(data: bytes, path: str) -> str:
-    header = _HEADER.search(data)
-    stem = os.path.splitext(os.path.basename(path))[0]
-    kept = f" ({stem}.{header[3][:16].decode()}.orig among the kept originals)" if header else ""
-    return f"Put the original back{kept} or reinstall SGLang, then patch again; what was edited by hand is lost with that"
+def _changes(patched: bytes, path: str) -> list[Change]:
+    """The four changes, with lines as they stand in the patched file."""
+    found = _pieces(patched, path)
+    changes = []
+    for name, names in _PIECES_OF_CHANGE.items():
+        pieces = [piece for piece in found if piece.name in names]
+        if pieces:
+            begin = patched.index(_BEGIN, pieces[0].first)
+            lines = [line for piece in pieces for line in piece.inside.decode("utf-8", "replace").split("\n")[:-1]]
+            changes.append(Change(name, patched.count(b"\n", 0, begin) + 1, "\n".join(lines)))
+    return changes
 
 
-def _original(data: bytes, path: str) -> tuple[bytes, str, str]:
+def _original(place: _Place, release: str | None, originals: str | None) -> tuple[bytes, str, str]:
     """Return (original, patch version, family) of a patched file, proved by its checksum."""
-    original = _stripped(data, path)
-    header = _HEADER.search(data)
-    if header is None:
-        raise Refused(f"{path}: the head of the patch was edited. {_restore(data, path)}")
-    version, family, checksum = (group.decode() for group in header.groups())
-    if _sha256(original) != checksum:
-        raise Refused(
-            f"{path} was edited after it was patched: without the patch its sha256 is "
-            f"{_sha256(original)[:16]}…, the original had {checksum[:16]}…. {_restore(data, path)}"
-        )
+    data, path = place.data, place.file
+    try:
+        original = _stripped(data, path)
+        headers = _HEADER.findall(data)
+        if len(headers) != 1:
+            raise Refused(f"{path}: the head of the patch was edited")
+        version, family, checksum = (group.decode() for group in headers[0])
+        if _sha256(original) != checksum:
+            raise Refused(
+                f"{path} was edited after it was patched: without the patch its sha256 is "
+                f"{_sha256(original)[:16]}…, the head of the patch says {checksum[:16]}…"
+            )
+    except Refused as error:
+        raise Refused(f"{error}. {_remedy(place, release, originals)}") from None
     return original, version, family
 
 
+def _remedy(place: _Place, release: str | None, originals: str | None) -> str:
+    """What to do about a file that does not tell its original, and a diff of what was edited, as far as it can be told."""
+    # The head itself may be what was edited.
+    version = re.search(re.escape(_HEAD) + rb"(\S+),", place.data)
+    checksums = [found.decode() for found in re.findall(rb"original sha256 ([0-9a-f]{16,64})", place.data)]
+    rest = None
+    with contextlib.suppress(Refused):
+        rest = _stripped(place.data, place.file)
+        checksums.append(_sha256(rest))
+    kept = [(_original_name(place.file, checksum, originals), checksum) for checksum in checksums]
+    stored = next((name for name, checksum in kept if _holds(name, checksum)), None)
+    text = "reinstall SGLang, then patch again; what was edited by hand is lost with that"
+    if stored is not None:
+        text = f"Put the original back (cp {shlex.quote(stored)} {shlex.quote(place.file)}) or {text}"
+        rest, against = _read(stored)[0], stored
+    else:
+        directory = os.path.dirname(_original_name(place.file, "", originals))
+        text = f"{directory} does not have the original, so {text}"
+        against = f"{place.file} without the patch"
+    if rest is None:
+        return text
+    expected = rest
+    if version is None or version[1].decode() == PATCH_VERSION:
+        with contextlib.suppress(Refused):
+            expected = _make(rest, place.file, release)[1]
+            against = f"{against}, with patch {PATCH_VERSION}"
+    return f"{text}\n{_unified(expected, place.data, against, place.file, _DIFF_LINES)}"
+
+
+def _make(data: bytes, path: str, release: str | None) -> tuple[str, bytes]:
+    """(family, patched bytes) for the original `data`; Refused where it is not of a known shape."""
+    try:
+        return _patched(data, path, release)
+    except RecursionError as error:
+        raise Refused(f"{path} is nested too deeply for a model file; reinstall SGLang") from error
+
+
+def _unified(old: bytes, new: bytes, old_name: str, new_name: str, most: int | None = None) -> str:
+    """Unified diff of two files, cut behind `most` lines."""
+    sides = [data.decode("utf-8", "replace").split("\n") for data in (old, new)]
+    # What follows the last line end is no line unless there is something.
+    sides = [
+        [f"{line}\n" for line in side[:-1]] + ([f"{side[-1]}\n", "\\ No newline at end of file\n"] if side[-1] else []) for side in sides
+    ]
+    lines = list(difflib.unified_diff(*sides, old_name, new_name))
+    if most is not None and len(lines) > most:
+        lines[most:] = [f"… {len(lines) - most} lines more\n"]
+    return "".join(lines)
+
+
+def _is_newer(version: str) -> bool:
+    """Whether a patch or a runtime is of a version that this patcher does not know."""
+    return not version.isdecimal() or int(version) > int(PATCH_VERSION)
+
+
 # --- what a user asks for ------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """What is to be done about one model file; `result` tells it to the user."""
+
+    place: _Place
+    result: Result
+    source: bytes
+    runtime: dict[str, bytes]
+    kept: str
 
 
 def apply(
@@ -803,86 +969,174 @@ def apply(
     *,
     runtime: str | None = None,
     originals: str | None = None,
+    release: str | None = None,
     dry_run: bool = False,
 ) -> Result:
     """Patch the model file `path` and install the runtime beside it; raise Refused.
 
-    A file patched by another patch version is patched afresh, a runtime that is
-    missing or differs is put right. With `dry_run` nothing is written.
+    A file patched by an older patch version is patched afresh, a runtime that is
+    missing or differs is put right, what a killed run left is swept. `release` is
+    the release of SGLang where no file beside the model tells it. With `dry_run`
+    everything is checked and nothing is written.
     """
-    path, before, identity = _read(path)
-    release = release_of(path)
-    source, version = before, PATCH_VERSION
-    if _BEGIN in before or _END in before:
-        source, version, _family = _original(before, path)
-    family, after = _patched(source, path, release)
-    if source is not before and version == PATCH_VERSION and after != before:
-        raise Refused(
-            f"{path}: the inserted code was edited. Run revert (unpatch.yml), which restores the original exactly, then apply (patch.yml)"
-        )
-    directory = _runtime_dir(path)
-    files = _runtime_files(runtime)
-    stale = _stale_runtime(directory, files)
-    result = Result(path, release, family, bool(stale) or after != before, _changes(after), before, after, directory, stale)
-    kept = _original_name(path, source, originals)
-    if result.changed or os.path.exists(kept):
-        result.original = kept
-    if result.changed:
-        _check_writable(os.path.dirname(path), directory, os.path.dirname(kept))
-    if dry_run or not result.changed:
-        return result
-    if os.path.basename(os.path.dirname(directory)) != "srt":
-        raise Refused(f"{path} is not in a package sglang/srt, so its runtime would lie astray; give the file inside the package")
-    _keep(kept, source)
-    # A patched model without its runtime would stop a capture server: runtime first.
-    if stale:
-        _install_runtime(directory, files, stale, path)
-    if after != before:
-        _replace(path, before, after, identity)
+    with _alone(path, dry_run):
+        plan = _plan_apply(path, runtime, originals, release)
+        place, result = plan.place, plan.result
+        if result.changed:
+            _check(plan)
+        if dry_run or not result.changed:
+            return result
+        _sweep(result.leftovers)
+        _keep(plan.kept, plan.source)
+        # A patched model without its runtime would stop a capture server, so the runtime comes first.
+        with _refusing(f"{place.file} was not patched"):
+            replaced = _carry_out(plan)
+        if replaced is not None:
+            with _refusing(f"{place.file} is patched, but the runtime that was replaced is still there"):
+                _remove_runtime(replaced)
     return result
 
 
-def revert(path: str | os.PathLike[str], *, originals: str | None = None, dry_run: bool = False) -> Result:
+def _carry_out(plan: _Plan) -> str | None:
+    """Install the runtime and replace the file, or neither; return the runtime that was replaced and is to be removed."""
+    place, result, replaced = plan.place, plan.result, None
+    with contextlib.ExitStack() as undo:
+        try:
+            if result.runtime_changed:
+                copied = os.path.isdir(result.runtime_dir) and not os.path.islink(result.runtime_dir)
+                if copied or result.found_version != PATCH_VERSION:
+                    # A patched model never stands beside the runtime of another version. Nor beside none, and a
+                    # directory cannot give way to a link at once.
+                    place = _replace(place, plan.source)
+                if copied:
+                    _remove_runtime(_set_aside(result.runtime_dir))
+                else:
+                    undo.callback(_replace, place, result.before)
+                fresh = _prepare_runtime(place, plan.runtime)
+                undo.callback(_remove_runtime, fresh)
+                replaced = _live(result.runtime_dir)
+                undo.callback(_point, result.runtime_dir, replaced)
+                _point(result.runtime_dir, fresh)
+            _replace(place, result.after)
+        except BaseException:
+            # What comes behind the replacement can fail too, or be interrupted.
+            if result.before != result.after and _holds(place.file, result.checksum_after):
+                undo.pop_all()
+            raise
+        undo.pop_all()
+    return replaced
+
+
+def revert(path: str | os.PathLike[str], *, originals: str | None = None, release: str | None = None, dry_run: bool = False) -> Result:
     """Take the patch out of `path`, byte for byte, and its runtime away; raise Refused.
 
-    The original is reconstructed and proved by the checksum that the patch carries.
+    The original is reconstructed and proved by the checksum that the patch carries,
+    so a patch of any version can be taken out. `release` and `dry_run` as in `apply`.
     """
-    path, before, identity = _read(path)
-    after, family = before, None
-    if _BEGIN in before or _END in before:
-        after, _version, family = _original(before, path)
-    directory = _runtime_dir(path)
-    removed = _runtime_leftovers(directory, path)
-    changed = after != before or bool(removed)
-    changes = _changes(before) if after != before else []
-    result = Result(path, release_of(path), family, changed, changes, before, after, directory, removed)
-    kept = _original_name(path, after, originals)
-    result.original = kept if os.path.exists(kept) else None
-    if changed:
-        _check_writable(os.path.dirname(path), directory, os.path.dirname(directory))
-    if dry_run or not changed:
-        return result
-    if after != before:
-        _replace(path, before, after, identity)
-    if removed:
-        _remove_runtime(directory)
+    with _alone(path, dry_run):
+        plan = _plan_revert(path, originals, release)
+        place, result = plan.place, plan.result
+        if result.changed:
+            _check(plan)
+        if dry_run or not result.changed:
+            return result
+        _sweep(result.leftovers)
+        with _refusing(f"{place.file} still has the patch"):
+            _replace(place, result.after)
+        if result.runtime_changed:
+            with _refusing(f"{place.file} is without the patch, but the runtime is still there"):
+                live = _live(result.runtime_dir)
+                if live is not None:
+                    _point(result.runtime_dir, None)
+                _remove_runtime(live or _set_aside(result.runtime_dir))
     return result
 
 
-def _changes(patched: bytes) -> list[Change]:
-    """The four changes, with lines as they stand in the patched file."""
-    changes = []
-    for name, pieces in _PIECES_OF_CHANGE.items():
-        lines: list[str] = []
-        first = None
-        for piece in pieces:
-            block = re.search(rb"^[ ]*" + _BEGIN + piece + rb"(?: split)?\n((?:.*\n)*?)[ ]*" + _END + piece, patched, re.MULTILINE)
-            if block:
-                first = block.start() if first is None else first
-                lines += block[1].decode("utf-8").splitlines()
-        if first is not None:
-            changes.append(Change(name, patched.count(b"\n", 0, first) + 1, "\n".join(lines)))
-    return changes
+def _plan_apply(path: str | os.PathLike[str], runtime: str | None, originals: str | None, release: str | None) -> _Plan:
+    place = _look(path)
+    release = release_of(place.asked) or release_of(place.file) or release
+    source, version = place.data, None
+    if _MARK in place.data:
+        source, version, _family = _original(place, release, originals)
+        if _is_newer(version):
+            raise Refused(
+                f"{place.file} carries patch {version}, and this patcher knows patch {PATCH_VERSION}. Use the newer patcher (upgrade "
+                "the collection), or take that patch out first: revert (unpatch.yml), then apply (patch.yml)"
+            )
+    family, after = _make(source, place.file, release)
+    if version == PATCH_VERSION and after != place.data:
+        raise Refused(
+            f"{place.file}: the inserted code was edited. Run revert (unpatch.yml), which restores the original exactly and drops "
+            "that edit, then apply (patch.yml)\n"
+            + _unified(after, place.data, f"{place.file} as patch {version} makes it", place.file, _DIFF_LINES)
+        )
+    directory = os.path.join(place.srt, RUNTIME_PACKAGE)
+    files = _runtime_files(runtime)
+    stale = _stale_runtime(directory, files)
+    if stale:
+        _check_shared(place, directory)
+    kept = _original_name(place.file, _sha256(source), originals)
+    result = _result(place, release, version, after, _changes(after, place.file), stale, _leftovers(place, source, kept))
+    result.family = family
+    result.original = kept if result.changed or os.path.exists(kept) else None
+    return _Plan(place, result, source, files, kept)
+
+
+def _plan_revert(path: str | os.PathLike[str], originals: str | None, release: str | None) -> _Plan:
+    place = _look(path)
+    release = release_of(place.asked) or release_of(place.file) or release
+    after, version, family = place.data, None, None
+    if _MARK in place.data:
+        after, version, family = _original(place, release, originals)
+    kept = _original_name(place.file, _sha256(after), originals)
+    removed = _removable_runtime(place, os.path.join(place.srt, RUNTIME_PACKAGE))
+    result = _result(place, release, version, after, _changes(place.data, place.file), removed, _leftovers(place, after, kept))
+    result.family = family
+    result.original = kept if os.path.exists(kept) else None
+    return _Plan(place, result, after, {}, "")
+
+
+def _result(
+    place: _Place, release: str | None, version: str | None, after: bytes, changes: list[Change], runtime: list[str], leftovers: list[str]
+) -> Result:
+    return Result(
+        model_file=place.file,
+        link=place.asked if place.asked != place.file else None,
+        sglang_version=release,
+        family=None,
+        changed=bool(runtime or leftovers) or after != place.data,
+        changes=changes,
+        before=place.data,
+        after=after,
+        runtime_dir=os.path.join(place.srt, RUNTIME_PACKAGE),
+        runtime_changed=runtime,
+        leftovers=leftovers,
+        found_version=version,
+    )
+
+
+def _check(plan: _Plan) -> None:
+    """Refuse what could not be carried out, before anything is touched."""
+    place, result = plan.place, plan.result
+    # Sizes of the files that come into a directory; none where something only goes.
+    needed: dict[str, list[int]] = {os.path.dirname(path): [] for path in result.leftovers}
+    if plan.kept:
+        if os.path.basename(place.srt) != "srt":
+            raise Refused(
+                f"{place.file} is not in a package sglang/srt, so its runtime would lie astray; give the model file inside the package"
+            )
+        sizes = [] if _holds(plan.kept, _sha256(plan.source)) else [len(plan.source)]
+        needed.setdefault(os.path.dirname(plan.kept), []).extend(sizes)
+    if result.runtime_changed:
+        # A directory and a link beside the files.
+        sizes = [*map(len, plan.runtime.values()), 1, 1] if plan.runtime else []
+        needed.setdefault(place.srt, []).extend(sizes)
+    if result.after != place.data:
+        _check_owner(place)
+        needed.setdefault(os.path.dirname(place.file), []).append(len(result.after))
+        for compiled in _bytecode(place):
+            needed.setdefault(os.path.dirname(compiled), [])
+    _check_room(needed)
 
 
 # --- files ---------------------------------------------------------------------------------
@@ -892,46 +1146,203 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[str, bytes, os.stat_result]:
-    path = os.path.abspath(path)
+class _Place(NamedTuple):
+    """A model file as it is asked for and as it lies on the disk.
+
+    `srt` is the directory whose models Python imports, where a link stands: the
+    runtime belongs there, also when the file itself is in a cache.
+    """
+
+    asked: str
+    file: str
+    srt: str
+    data: bytes
+    found: os.stat_result
+
+
+def _look(path: str | os.PathLike[str]) -> _Place:
+    """Resolve `path` once and read the file; Refused for what is no model file."""
+    file = os.path.realpath(path)
+    asked = os.path.abspath(path)
+    if os.path.realpath(asked) != file:
+        # A ".." behind a link: only the system knows where it leads.
+        asked = file
+    package = asked if asked.split(os.sep)[-3:-1] == ["srt", "models"] else file
+    try:
+        data, found = _read(file)
+    except Refused as error:
+        link = f" ({asked} is a link to it)" if asked != file else ""
+        raise Refused(f"{error}{link}; give the model file, sglang/srt/models/deepseek_v2.py, or reinstall SGLang") from error
+    if not data:
+        raise Refused(f"{file} is empty, so a write of it was cut off; reinstall SGLang")
+    return _Place(asked, file, os.path.realpath(os.path.dirname(os.path.dirname(package))), data, found)
+
+
+def _read(path: str) -> tuple[bytes, os.stat_result]:
+    """Bytes and state of a regular file, links not followed; never waits on a pipe or touches a device."""
     try:
         found = os.lstat(path)
         if stat.S_ISLNK(found.st_mode):
-            raise Refused(
-                f"{path} is a link to {os.path.realpath(path)}, which other environments may "
-                "share; reinstall SGLang with copies (uv: --link-mode copy)"
-            )
+            raise Refused(f"{path} is a link" if os.path.exists(path) else f"{path} is a link that leads nowhere or in a circle")
         if not stat.S_ISREG(found.st_mode):
-            raise Refused(f"{path} is not a file; give sglang/srt/models/deepseek_v2.py")
-        with open(path, "rb") as stream:
-            return path, stream.read(), found
+            raise Refused(f"{path} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'not a file')}")
+        if found.st_size > _LARGEST_BYTES:
+            raise Refused(f"{path} has {found.st_size} bytes, more than a source file has")
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb") as stream:
+            return stream.read(), os.fstat(stream.fileno())
     except OSError as error:
-        raise Refused(f"{path}: {error.strerror}; give sglang/srt/models/deepseek_v2.py as its owner") from error
+        raise Refused(f"{path}: {error.strerror}" + ("; run as its owner" if error.errno in (errno.EACCES, errno.EPERM) else "")) from error
 
 
-def _check_writable(*directories: str) -> None:
-    """Refuse where a file could not be put into a directory that is there or has to be made."""
-    for directory in directories:
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+@contextlib.contextmanager
+def _alone(path: str | os.PathLike[str], dry_run: bool) -> Iterator[None]:
+    """Keep other patchers off the tree of `path`; a killed one keeps nobody off."""
+    if dry_run:
+        with _refusing(f"{os.fspath(path)} cannot be looked at"):
+            yield
+        return
+    place = _look(path)
+    handle = None
+    try:
+        handle = _lock(place.srt, os.O_RDONLY)
+    except OSError:
+        # NFS locks nothing but files that are open for writing. Where that is refused too, so is the patch.
+        while handle is None:
+            try:
+                handle = _lock(place.file, os.O_RDWR)
+                replaced = not os.path.samestat(os.fstat(handle), os.stat(place.file))
+            except OSError:
+                break
+            if replaced:
+                os.close(handle)
+                handle = None
+    try:
+        with _refusing(f"{place.file} cannot be worked on"):
+            yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _lock(path: str, flags: int) -> int:
+    """An open handle that holds the lock of `path`; OSError where its file system has none."""
+    handle = os.open(path, flags | os.O_CLOEXEC)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return handle
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise Refused(f"another patcher is at work on {path}; wait until it has ended, then run this one again") from None
+                time.sleep(0.1)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+@contextlib.contextmanager
+def _refusing(state: str) -> Iterator[None]:
+    """Turn an OSError into Refused: `state` says what is, the error why, and what to do comes last."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename2 or error.filename
+        where = f"{path}: " if path else ""
+        raise Refused(f"{state}: {where}{error.strerror}; {_remedy_of(error.errno)}") from error
+
+
+def _remedy_of(number: int | None) -> str:
+    """What to do about an error of this number."""
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "make room there (df, df -i, quota), then run the patcher again"
+    if number == errno.EROFS:
+        return "its file system is read-only: mount it for writing, or patch the image that it comes from"
+    if number in (errno.EACCES, errno.EPERM):
+        return "run as the owner of the SGLang installation; where that is no help, lsattr shows an immutable file"
+    return "mend that, then run the patcher again"
+
+
+def _check_owner(place: _Place) -> None:
+    """Refuse where the file could be replaced, but not by one of the same owner."""
+    groups = {os.getegid(), *os.getgroups()}
+    if os.geteuid() == 0 or (place.found.st_uid == os.geteuid() and place.found.st_gid in groups):
+        return
+    try:
+        owner = pwd.getpwuid(place.found.st_uid).pw_name
+    except KeyError:
+        owner = str(place.found.st_uid)
+    raise Refused(f"{place.file} belongs to {owner} (group {place.found.st_gid}); run as {owner} or root")
+
+
+def _check_room(needed: dict[str, list[int]]) -> None:
+    """Refuse where files of these sizes could not be put into these directories, or things not be taken out of them."""
+    blocks: dict[int, int] = {}
+    inodes: dict[int, int] = {}
+    for asked, sizes in needed.items():
+        directory = asked
+        made = 0
         while not os.path.lexists(directory):
             directory = os.path.dirname(directory)
-        if not (os.path.isdir(directory) and os.access(directory, os.W_OK | os.X_OK)):
+            made += 1
+        if not os.path.isdir(directory):
+            raise Refused(f"{directory} is not a directory; move it away, or name another directory (--originals DIR, originals_dir)")
+        with _refusing(f"{directory} cannot be looked at"):
+            room = os.statvfs(directory)
+            device = os.stat(directory).st_dev
+        if room.f_flag & os.ST_RDONLY:
+            raise Refused(f"{directory} is not writable: {_remedy_of(errno.EROFS)}")
+        if not os.access(directory, os.W_OK | os.X_OK):
             raise Refused(
                 f"{directory} is not writable; run as the owner of the SGLang installation, and name "
                 "a directory for originals that this user may write (--originals DIR, originals_dir)"
             )
+        blocks[device] = blocks.get(device, 0) + sum(-(-size // room.f_frsize) for size in sizes) + made
+        inodes[device] = inodes.get(device, 0) + len(sizes) + made
+        free, left = (room.f_bfree, room.f_ffree) if os.geteuid() == 0 else (room.f_bavail, room.f_favail)
+        # Some file systems count no blocks, some no inodes.
+        if room.f_blocks and blocks[device] > free:
+            raise Refused(
+                f"{directory} has {free * room.f_frsize} bytes free, and {blocks[device] * room.f_frsize} are needed; "
+                f"{_remedy_of(errno.ENOSPC)}"
+            )
+        if room.f_files and inodes[device] > left:
+            raise Refused(f"{directory} has room for {left} more files, and {inodes[device]} are needed; {_remedy_of(errno.ENOSPC)}")
 
 
-def _write(target: str, data: bytes, mode: int, owner: tuple[int, int] | None) -> None:
-    """Write by a temporary file in the same directory, fsync and rename."""
+def _fill(handle: int, data: bytes, mode: int, owner: tuple[int, int]) -> None:
+    """Write `data` to an open file, to the disk, and give it mode and owner."""
+    with open(handle, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        if owner != (os.geteuid(), os.getegid()):
+            os.fchown(stream.fileno(), *owner)
+        os.fchmod(stream.fileno(), mode)
+        os.fsync(stream.fileno())
+
+
+def _write(target: str, data: bytes, mode: int, owner: tuple[int, int], like: os.stat_result | None = None) -> None:
+    """Write by a temporary file in the same directory, fsync and rename.
+
+    With `like`, the state of the file at `target`, its extended attributes are kept.
+    """
     handle, temporary = tempfile.mkstemp(prefix=".hsb-", dir=os.path.dirname(target))
     try:
-        with open(handle, "wb") as stream:
-            stream.write(data)
-            if owner is not None and owner != (os.geteuid(), os.getegid()):
-                os.fchown(stream.fileno(), *owner)
-            os.fchmod(stream.fileno(), mode)
-            stream.flush()
-            os.fsync(stream.fileno())
+        _fill(handle, data, mode, owner)
+        if like is not None:
+            _copy_attributes(target, temporary)
+            _make_later(temporary, like)
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
@@ -939,29 +1350,84 @@ def _write(target: str, data: bytes, mode: int, owner: tuple[int, int] | None) -
     _sync(os.path.dirname(target))
 
 
-def _sync(directory: str) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _make_later(path: str, than: os.stat_result) -> None:
+    """Let `path` be modified in a later second: bytecode is taken for fresh by size and second."""
+    if int(os.lstat(path).st_mtime) <= int(than.st_mtime):
+        os.utime(path, (int(than.st_mtime) + 1,) * 2, follow_symlinks=False)
 
 
-def _replace(path: str, before: bytes, after: bytes, identity: os.stat_result) -> None:
-    """Put `after` in the place of the file that was read as `before`; mode and owner stay."""
-    _path, current, found = _read(path)
-    if current != before or (found.st_dev, found.st_ino) != (identity.st_dev, identity.st_ino):
-        raise Refused(f"{path} changed while it was patched; run the patcher again")
+def _copy_attributes(source: str, target: str) -> None:
+    """Give `target` the extended attributes of `source`: SELinux context, access lists, a user's own."""
     try:
-        _write(path, after, stat.S_IMODE(found.st_mode), (found.st_uid, found.st_gid))
+        names, present = os.listxattr(source), os.listxattr(target)
     except OSError as error:
-        raise Refused(f"{path} cannot be replaced ({error.strerror}); run as the owner of the installation") from error
+        if error.errno in (errno.ENOTSUP, errno.ENOSYS):
+            return
+        raise
+    # An access list that the directory hands to each new file.
+    for name in set(present) - set(names):
+        if name == "system.posix_acl_access":
+            os.removexattr(target, name)
+    for name in names:
+        # Signatures of the old bytes.
+        if name in ("security.ima", "security.evm"):
+            continue
+        value = os.getxattr(source, name)
+        if name not in present or os.getxattr(target, name) != value:
+            os.setxattr(target, name, value)
 
 
-def _original_name(path: str, original: bytes, originals: str | None) -> str:
+def _sync(directory: str) -> None:
+    """Have a rename outlive a loss of power, where the file system can: done it is in any case."""
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _bytecode(place: _Place) -> list[str]:
+    """Compiled copies of the model file: some are never compared with their source, so they have to go."""
+    stem = re.escape(os.path.splitext(os.path.basename(place.file))[0])
+    found = set()
+    for path in (place.asked, place.file):
+        cache = os.path.join(os.path.dirname(path), "__pycache__")
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found |= {os.path.join(cache, name) for name in os.listdir(cache) if re.fullmatch(rf"{stem}\.[^/]+\.pyc", name)}
+    return sorted(found)
+
+
+def _replace(place: _Place, after: bytes) -> _Place:
+    """Put `after` in the place of the file that was looked at; owner, mode and attributes stay."""
+    if after == place.data:
+        return place
+    moved = f"{place.file} changed while it was patched; run the patcher again"
+    if os.path.realpath(place.asked) != place.file:
+        raise Refused(moved)
+    try:
+        data, found = _read(place.file)
+    except Refused as error:
+        raise Refused(f"{moved} ({error})") from error
+    if data != place.data or not os.path.samestat(found, place.found):
+        raise Refused(moved)
+    for compiled in _bytecode(place):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(compiled)
+    _write(place.file, after, stat.S_IMODE(found.st_mode), (found.st_uid, found.st_gid), found)
+    return place._replace(data=after, found=os.lstat(place.file))
+
+
+def _original_name(path: str, checksum: str, originals: str | None) -> str:
     stem = os.path.splitext(os.path.basename(path))[0]
-    name = f"{stem}.{_sha256(original)[:16]}.orig"
-    return os.path.join(os.path.abspath(originals or default_originals()), name)
+    return os.path.join(os.path.abspath(originals or default_originals()), f"{stem}.{checksum[:16]}.orig")
+
+
+def _holds(path: str, checksum: str) -> bool:
+    """Whether `path` is there and its bytes have this sha256, or one that begins so."""
+    with contextlib.suppress(Refused):
+        return _sha256(_read(path)[0]).startswith(checksum)
+    return False
 
 
 def _make_private(directory: str) -> None:
@@ -972,22 +1438,55 @@ def _make_private(directory: str) -> None:
 
 
 def _keep(kept: str, original: bytes) -> None:
+    if _holds(kept, _sha256(original)):
+        return
+    with _refusing(
+        f"nothing was changed, since the original cannot be kept as {kept} (name another directory with --originals, originals_dir)"
+    ):
+        _make_private(os.path.dirname(kept))
+        _write(kept, original, 0o600, (os.geteuid(), os.getegid()))
+
+
+def _leftovers(place: _Place, original: bytes, kept: str) -> list[str]:
+    """What a killed run left beside the file: temporary files and runtimes that are provably of a patcher."""
+    found = []
+    for directory in sorted({os.path.dirname(place.file), os.path.dirname(kept)}):
+        for path in _matching(directory, _TEMPORARY):
+            with contextlib.suppress(Refused):
+                data = _read(path)[0]
+                # The last line may be torn.
+                whole = data[: data.rfind(b"\n") + 1]
+                if original.startswith(whole) or _BEGIN in whole:
+                    found.append(path)
+    live = _live(os.path.join(place.srt, RUNTIME_PACKAGE))
+    for path in _matching(place.srt, _RUNTIME_NAME):
+        if path != live and not os.path.islink(path) and os.path.isdir(path):
+            names = os.listdir(path)
+            if not names or (MARKER_FILE in names and not _strange(path)):
+                found.append(path)
+    for path in _matching(place.srt, _RUNTIME_LINK):
+        if os.path.islink(path) and _RUNTIME_NAME.fullmatch(os.readlink(path)):
+            found.append(path)
+    return found
+
+
+def _matching(directory: str, names: re.Pattern[str]) -> list[str]:
     try:
-        if os.path.islink(kept) or not os.path.exists(kept) or _read(kept)[1] != original:
-            _make_private(os.path.dirname(kept))
-            _write(kept, original, 0o600, None)
-    except OSError as error:
-        raise Refused(
-            f"the original cannot be kept as {kept} ({error.strerror}); name another directory "
-            "(--originals DIR, originals_dir of the module)"
-        ) from error
+        return sorted(os.path.join(directory, name) for name in os.listdir(directory) if names.fullmatch(name))
+    except OSError:
+        return []
+
+
+def _sweep(leftovers: list[str]) -> None:
+    with _refusing("nothing was changed, since what a killed run left cannot be removed"):
+        for path in leftovers:
+            if os.path.isdir(path) and not os.path.islink(path):
+                _remove_runtime(path)
+            else:
+                os.unlink(path)
 
 
 # --- the runtime ---------------------------------------------------------------------------
-
-
-def _runtime_dir(path: str) -> str:
-    return os.path.join(os.path.dirname(os.path.dirname(path)), RUNTIME_PACKAGE)
 
 
 def _runtime_files(directory: str | None) -> dict[str, bytes]:
@@ -1010,15 +1509,34 @@ def _runtime_files(directory: str | None) -> dict[str, bytes]:
     return {MARKER_FILE: marker.encode() + b"\n", **files}
 
 
+def _live(directory: str) -> str | None:
+    """The directory that the runtime's link leads to; None where there is no such link."""
+    if not os.path.islink(directory):
+        return None
+    name = os.readlink(directory)
+    if not _RUNTIME_NAME.fullmatch(name):
+        raise Refused(f"{directory} is a link to {name}, so it is not the capture runtime; move it away and run the patcher again")
+    return os.path.join(os.path.dirname(directory), name)
+
+
+def _strange(directory: str) -> list[str]:
+    """Names in a runtime that cannot be of it: everything but plain files and bytecode."""
+    names = set(os.listdir(directory)) - {"__pycache__"}
+    return sorted(name for name in names if not stat.S_ISREG(os.lstat(os.path.join(directory, name)).st_mode))
+
+
 def _entries(directory: str) -> set[str]:
     """Names in an installed runtime but for bytecode; Refused for a directory not ours."""
-    if not os.path.lexists(directory):
-        return set()
-    if os.path.islink(directory) or not os.path.isdir(directory):
+    if _live(directory) is None and os.path.lexists(directory) and not os.path.isdir(directory):
         raise Refused(f"{directory} is not a directory; move it away and run the patcher again")
+    if not os.path.isdir(directory):
+        return set()
     found = set(os.listdir(directory)) - {"__pycache__"}
     if found and MARKER_FILE not in found:
         raise Refused(f"{directory} lacks {MARKER_FILE}, so it is not the capture runtime; move it away and run the patcher again")
+    strange = _strange(directory)
+    if strange:
+        raise Refused(f"{directory} holds {', '.join(strange)}, which no runtime has; move it away and run the patcher again")
     return found
 
 
@@ -1027,112 +1545,196 @@ def _stale_runtime(directory: str, files: dict[str, bytes]) -> list[str]:
     found = _entries(directory)
     stale = sorted(found - set(files))
     for name, data in files.items():
-        if name not in found or _read(os.path.join(directory, name))[1] != data:
+        if name not in found or _read(os.path.join(directory, name))[0] != data:
             stale.append(name)
     return stale
 
 
-def _install_runtime(directory: str, files: dict[str, bytes], stale: list[str], path: str) -> None:
-    """Write what is stale, the marker first, with mode and owner like the models'."""
-    model, models = os.lstat(path), os.lstat(os.path.dirname(path))
-    owner = (models.st_uid, models.st_gid)
+def _other_patched(place: _Place) -> list[str]:
+    """Other model files of the tree that have a patch, so need the runtime."""
+    models = os.path.join(place.srt, "models")
+    found = []
+    for name in sorted(os.listdir(models) if os.path.isdir(models) else []):
+        path = os.path.realpath(os.path.join(models, name))
+        if name.endswith(".py") and path != place.file and os.path.isfile(path) and _BEGIN in _read(path)[0]:
+            found.append(name)
+    return found
+
+
+def _check_shared(place: _Place, directory: str) -> None:
+    """Refuse to put a runtime in the place of a newer one that another model file needs."""
+    if MARKER_FILE not in _entries(directory):
+        return
     try:
-        if not os.path.isdir(directory):
-            os.mkdir(directory)
-            os.chmod(directory, stat.S_IMODE(models.st_mode))
-            if owner != (os.geteuid(), os.getegid()):
-                os.chown(directory, *owner)
-        for name in sorted(stale, key=lambda name: name != MARKER_FILE):
-            target = os.path.join(directory, name)
-            if name in files:
-                _write(target, files[name], stat.S_IMODE(model.st_mode), owner)
-            else:
-                os.unlink(target)
-    except OSError as error:
+        version = str(json.loads(_read(os.path.join(directory, MARKER_FILE))[0])["patch_version"])
+    except (ValueError, KeyError, TypeError):
+        return
+    others = _other_patched(place) if _is_newer(version) else []
+    if others:
         raise Refused(
-            f"the capture runtime cannot be put into {directory} ({error.strerror}); run as the owner of the SGLang installation"
-        ) from error
+            f"{directory} is of patch {version} and serves {', '.join(others)}, and this patcher knows patch {PATCH_VERSION}. "
+            "Use the newer patcher (upgrade the collection)"
+        )
 
 
-def _runtime_leftovers(directory: str, path: str) -> list[str]:
+def _prepare_runtime(place: _Place, files: dict[str, bytes]) -> str:
+    """Write the runtime into a directory beside the live one, the marker first; mode and owner like the models'."""
+    models = os.stat(os.path.dirname(place.file))
+    owner, mode = (models.st_uid, models.st_gid), stat.S_IMODE(place.found.st_mode)
+    installed = os.path.join(place.srt, RUNTIME_PACKAGE)
+    directory = tempfile.mkdtemp(prefix=f".{RUNTIME_PACKAGE}-", dir=place.srt)
+    try:
+        for name, data in files.items():
+            path = os.path.join(directory, name)
+            _fill(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), data, mode, owner)
+            with contextlib.suppress(FileNotFoundError):
+                _make_later(path, os.stat(os.path.join(installed, name)))
+        if owner != (os.geteuid(), os.getegid()):
+            os.chown(directory, *owner)
+        os.chmod(directory, stat.S_IMODE(models.st_mode))
+        _sync(directory)
+    except BaseException:
+        _remove_runtime(directory)
+        raise
+    return directory
+
+
+def _point(directory: str, target: str | None) -> None:
+    """Make the link `directory` lead to the runtime `target` beside it, at once; take it away with None."""
+    if target is None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(directory)
+    else:
+        link = f"{target}.link"
+        os.symlink(os.path.basename(target), link)
+        try:
+            found = os.lstat(target)
+            os.chown(link, found.st_uid, found.st_gid, follow_symlinks=False)
+            os.replace(link, directory)
+        except BaseException:
+            os.unlink(link)
+            raise
+    _sync(os.path.dirname(directory))
+
+
+def _removable_runtime(place: _Place, directory: str) -> list[str]:
     """What revert removes; nothing while another model file is patched."""
-    if not os.path.lexists(directory):
+    if not os.path.lexists(directory) or _other_patched(place):
         return []
-    for other in Path(path).parent.glob("*.py"):
-        if str(other) != path and _BEGIN in other.read_bytes():
-            return []
-    found = _entries(directory)
-    strange = [name for name in found if not os.path.isfile(os.path.join(directory, name))]
-    if strange:
-        raise Refused(f"{directory} holds {', '.join(strange)}; move it away and run again")
-    return sorted(found) or ["__pycache__"]
+    return sorted(_entries(directory)) or [RUNTIME_PACKAGE]
+
+
+def _set_aside(directory: str) -> str:
+    """Take a runtime that is a directory out of the way at once; where it is then."""
+    aside = tempfile.mkdtemp(prefix=f".{RUNTIME_PACKAGE}-", dir=os.path.dirname(directory))
+    try:
+        os.rename(directory, aside)
+    except OSError:
+        # An overlay does not rename what an image brought.
+        os.rmdir(aside)
+        return directory
+    return aside
 
 
 def _remove_runtime(directory: str) -> None:
-    # The marker goes last: a removal that was cut off can be finished.
-    for name in sorted(_entries(directory), key=lambda name: name == MARKER_FILE):
-        if name != MARKER_FILE:
-            os.unlink(os.path.join(directory, name))
+    """Remove a directory of the runtime; the marker goes last, so that a removal that was cut off can be finished."""
+    if not os.path.isdir(directory):
+        return
     cache = os.path.join(directory, "__pycache__")
     if os.path.isdir(cache) and not os.path.islink(cache):
         for name in os.listdir(cache):
             os.unlink(os.path.join(cache, name))
         os.rmdir(cache)
-    if os.path.exists(os.path.join(directory, MARKER_FILE)):
-        os.unlink(os.path.join(directory, MARKER_FILE))
+    for name in sorted(os.listdir(directory), key=lambda name: name == MARKER_FILE):
+        os.unlink(os.path.join(directory, name))
     os.rmdir(directory)
 
 
 # --- command line --------------------------------------------------------------------------
 
 
+_COMMANDS = {
+    "check": "Say what the file is and what apply would do: nothing, patch it, or refuse. Changes nothing.",
+    "diff": "Show what apply would change in the file, as a unified diff. Changes nothing.",
+    "apply": "Keep the original, install the capture runtime, patch the file; upgrade an older patch, put a stale runtime right.",
+    "revert": "Take the patch out, byte for byte, and remove the capture runtime. The kept original stays.",
+}
+
+
+def _state(result: Result) -> str:
+    """One line about a file as it was found."""
+    if result.found_version is None:
+        left = ", a runtime is beside it: apply refreshes it, revert removes it" if os.path.lexists(result.runtime_dir) else ""
+        return f"not patched, can be patched{left}"
+    if result.before != result.after:
+        return f"patched by patch {result.found_version}, this is patch {PATCH_VERSION}: run apply"
+    if result.runtime_changed:
+        return f"patched, runtime stale ({', '.join(result.runtime_changed)}): run apply"
+    return "patched, complete"
+
+
 def _report(command: str, result: Result) -> list[str]:
     """The lines that a command prints."""
-    lines = [
-        f"file     {result.model_file}",
-        f"release  {result.sglang_version or 'unknown'}",
-        f"family   {result.family or '-'}",
-    ]
+    lines = [f"file     {result.model_file}"]
+    if result.link:
+        lines.append(f"link     {result.link}")
+    unknown = "unknown: neither _version.py, version.py nor the package's metadata tells it"
+    lines += [f"release  {result.sglang_version or unknown}", f"family   {result.family or '-'}"]
     if command == "check":
-        state = "not patched, can be patched"
-        if _BEGIN in result.before:
-            state = "patched, complete"
-            if result.before != result.after:
-                state = "patched, by another patch version: run apply"
-            elif result.changed:
-                state = "patched, the runtime is stale: run apply"
-        return [*lines, f"state    {state}"]
-    if not result.changed:
+        lines.append(f"state    {_state(result)}")
+    elif not result.changed:
         lines.append(f"changed  nothing ({'patched already' if command == 'apply' else 'not patched'})")
     verb = "removed " if command == "revert" else ""
     lines += [f"{verb}{change.name}: line {change.line}" for change in result.changes]
-    if result.runtime_changed:
+    if result.runtime_changed and command != "check":
         done = "removed" if command == "revert" else "written"
         lines.append(f"runtime  {done}: {result.runtime_dir} ({len(result.runtime_changed)} files)")
+    for path in result.leftovers:
+        lines.append(f"leftover {path} of a killed run{': apply and revert remove it' if command == 'check' else ', removed'}")
     if result.original:
-        lines.append(f"original {result.original}")
+        lines.append(f"original {result.original}{'' if os.path.exists(result.original) else ' (apply puts it there)'}")
     return lines
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hs_patcher.py",
+        description="Patch an SGLang model file for hidden state capture, or take the patch out again.",
+        epilog="Exit status: 0 done, nothing to do, or (check) patched or patchable; 1 refused, with the reason and what to do; 2 usage.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text, epilog=parser.epilog)
+        command.add_argument("path", metavar="PATH", nargs="?", help="the model file, sglang/srt/models/deepseek_v2.py")
+        command.add_argument("--python", metavar="PYTHON", help="instead of PATH: the interpreter that runs SGLang, called from here")
+        command.add_argument("--model", metavar="NAME", default="deepseek_v2", help="with --python: the model's module (%(default)s)")
+        command.add_argument("--originals", metavar="DIR", help="where the original is kept (%(default)s)", default=default_originals())
+        if name != "revert":
+            command.add_argument("--runtime", metavar="DIR", help="source of the capture runtime (hs_capture beside this file)")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    parser = argparse.ArgumentParser(prog="hs_patcher.py", description="Patch an SGLang model file for hidden state capture.")
-    parser.add_argument("command", choices=("apply", "revert", "check", "diff"))
-    parser.add_argument("path", metavar="PATH", help="sglang/srt/models/deepseek_v2.py")
-    parser.add_argument("--runtime", metavar="DIR", help="source of the capture runtime")
-    parser.add_argument("--originals", metavar="DIR", help="where the original is kept")
+    parser = _parser()
     options = parser.parse_args(arguments)
+    if (options.path is None) == (options.python is None):
+        parser.error("give either PATH or --python PYTHON")
     try:
+        path, release = options.path, None
+        if options.python is not None:
+            path, release = locate(options.python, options.model, os.getcwd())
         if options.command == "revert":
-            result = revert(options.path, originals=options.originals)
+            result = revert(path, originals=options.originals, release=release)
+        elif options.command == "diff":
+            with _alone(path, dry_run=True):
+                result = _plan_apply(path, options.runtime, options.originals, release).result
         else:
-            result = apply(
-                options.path,
-                runtime=options.runtime,
-                originals=options.originals,
-                dry_run=options.command != "apply",
-            )
+            dry_run = options.command == "check"
+            result = apply(path, runtime=options.runtime, originals=options.originals, release=release, dry_run=dry_run)
     except Refused as error:
+        if options.command == "check":
+            sys.stdout.write(f"file     {path or options.python}\nstate    refused\n")
         sys.stderr.write(f"refused: {error}\n")
         return 1
     sys.stdout.write(result.diff() if options.command == "diff" else "\n".join(_report(options.command, result)) + "\n")
@@ -1140,4 +1742,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # A path or a source may hold what the terminal's encoding does not.
+    sys.stdout.reconfigure(errors="backslashreplace")
     raise SystemExit(main())

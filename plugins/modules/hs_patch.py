@@ -12,6 +12,8 @@ version_added: 0.1.0
 description:
   - Puts the capture patch into a model file of an installed SGLang, and the capture runtime beside it, or takes both out again.
   - The places are found in the syntax tree. Every byte outside the inserted lines stays, and O(state=absent) gives the original back byte for byte.
+  - A run that is killed leaves the file as it was or as it was to become, and the next run sweeps what was left beside it.
+  - A patch of an older version is upgraded. A patch that was edited, or is of a newer version, is refused, with a diff where one can be told.
   - A patched server behaves exactly as an unpatched one unless E(SGLANG_HS_DUMP_DIR) is set when it starts.
   - Releases from 0.4.0 on are known by the shape of their source, for C(deepseek_v2) and nearly every other decoder model.
   - A file of any other shape is refused and stays as it is. C(docs/support.md) lists what is known.
@@ -24,12 +26,14 @@ options:
     default: present
   python:
     description:
-      - The Python interpreter that runs SGLang. The model file is the one that this interpreter would import.
+      - The Python interpreter that runs SGLang. The model file is the one that this interpreter would import, from a wheel, an editable
+        install or a source tree on E(PYTHONPATH). For a source tree that is only the server's working directory, give O(model_file).
       - Required unless O(model_file) is given.
     type: path
   model_file:
     description:
       - The model file itself. Takes precedence over O(python) and O(model).
+      - A link is resolved once. The file that it leads to is patched, and the runtime lies where the link stands, in the tree that Python imports.
     type: path
   model:
     description:
@@ -65,7 +69,11 @@ EXAMPLES = r"""
 
 RETURN = r"""
 model_file:
-  description: The file that was patched or restored.
+  description: The file that was patched or restored, links resolved.
+  returned: success
+  type: str
+link:
+  description: The path that was given or found, where links lead from it to RV(model_file), else V(null).
   returned: success
   type: str
 sglang_version:
@@ -101,7 +109,12 @@ runtime:
   returned: success
   type: str
 runtime_changed:
-  description: Files of the runtime that were written or removed.
+  description: Files of the runtime that were missing, stale or removed.
+  returned: success
+  type: list
+  elements: str
+leftovers:
+  description: What a killed run had left and this one removed.
   returned: success
   type: list
   elements: str
@@ -145,17 +158,21 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture imp
 def run(module: AnsibleModule) -> dict:
     """Do what the parameters ask for; return what the module returns."""
     params = module.params
-    path = params["model_file"] or hs_patcher.find_model_file(params["python"], params["model"])
+    path, release = params["model_file"], None
+    if not path:
+        path, release = hs_patcher.locate(params["python"], params["model"])
     action = hs_patcher.apply if params["state"] == "present" else hs_patcher.revert
-    result = action(path, originals=params["originals_dir"], dry_run=module.check_mode)
+    result = action(path, originals=params["originals_dir"], release=release, dry_run=module.check_mode)
     returned = {
         "changed": result.changed,
         "model_file": result.model_file,
+        "link": result.link,
         "sglang_version": result.sglang_version,
         "family": result.family,
         "changes": [change._asdict() for change in result.changes],
         "runtime": result.runtime_dir,
         "runtime_changed": result.runtime_changed,
+        "leftovers": result.leftovers,
         "checksum_before": result.checksum_before,
         "checksum_after": result.checksum_after,
         "original": result.original,
@@ -163,8 +180,8 @@ def run(module: AnsibleModule) -> dict:
     }
     if module._diff:
         returned["diff"] = {
-            "before": result.before.decode("utf-8"),
-            "after": result.after.decode("utf-8"),
+            "before": result.before.decode("utf-8", "replace"),
+            "after": result.after.decode("utf-8", "replace"),
             "before_header": result.model_file,
             "after_header": result.model_file,
         }

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import hs_patcher
 
 PROGRAM = Path(hs_patcher.__file__)
@@ -105,3 +107,19 @@ def edited(path: Path, old: str, new: str) -> None:
     text = path.read_text(encoding="utf-8")
     assert old in text
     path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def listing(root: Path) -> list[tuple]:
+    """Everything below `root`, so that whatever is written there shows."""
+    return sorted((str(path), path.lstat().st_mtime_ns, path.lstat().st_ino) for path in root.rglob("*"))
+
+
+def refused(model: Path, originals: str, **options: object) -> str:
+    """The refusal of apply, before which nothing may have been touched."""
+    root = model.parents[2]
+    before, data = listing(root), model.read_bytes()
+    with pytest.raises(hs_patcher.Refused) as refusal:
+        hs_patcher.apply(model, originals=originals, **options)
+    assert listing(root) == before
+    assert model.read_bytes() == data
+    return str(refusal.value)

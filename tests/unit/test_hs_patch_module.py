@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_source import SOURCE, install
+from model_source import SOURCE, edited, install
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "hidden_state.bridge.hs_patch"
@@ -70,7 +70,7 @@ def test_present(module, model: Path) -> None:
     assert (patched["checksum_before"], patched["checksum_after"]) == (sha256(before), sha256(after))
     assert [change["name"] for change in patched["changes"]] == ["imports", "init", "layer loop", "after the norm"]
     assert (patched["sglang_version"], patched["family"], patched["patch_version"]) == ("0.5.20", "D", "2")
-    assert patched["model_file"] == str(model)
+    assert (patched["model_file"], patched["link"], patched["leftovers"]) == (str(model), None, [])
     assert Path(patched["original"]).read_bytes() == before
     source = ROOT / "plugins" / "module_utils" / "hs_capture"
     for path in source.glob("*.py"):
@@ -101,3 +101,40 @@ def test_a_refusal_fails_with_the_remedy(module, model: Path) -> None:
     assert refused["failed"]
     assert "docs/support.md lists" in refused["msg"]
     assert "family" not in refused
+
+
+def test_a_link_is_resolved_and_shown(module, model: Path, tmp_path: Path) -> None:
+    link = tmp_path / "served.py"
+    link.symlink_to(model)
+    checked, patched, reverted = module(
+        {"check_mode": True, MODULE: {"model_file": str(link)}},
+        {MODULE: {"model_file": str(link)}},
+        {MODULE: {"model_file": str(link), "state": "absent"}, "diff": True},
+    )
+    for result in (checked, patched, reverted):
+        assert (result["changed"], result["model_file"], result["link"]) == (True, str(model), str(link))
+    assert reverted["diff"]["after_header"] == str(model)
+    assert model.read_text() == SOURCE
+
+
+def test_an_edited_file_fails_with_a_diff(module, model: Path) -> None:
+    module({})
+    edited(model, "_hs.begin(forward_batch)", "_hs.begin(None)")
+    checked, refused = module({"check_mode": True}, {})
+    assert checked["failed"]
+    assert checked["msg"] == refused["msg"]
+    first, *diff = refused["msg"].splitlines()
+    assert "Run revert (unpatch.yml)" in first
+    assert [line for line in diff[2:] if line[0] in "+-"] == [
+        "-            _hs = _hs.begin(forward_batch)",
+        "+            _hs = _hs.begin(None)",
+    ]
+
+
+def test_what_a_killed_run_left_counts_as_a_change(module, model: Path) -> None:
+    module({})
+    left = model.parents[1] / ".hs_capture-0123abcd"
+    left.mkdir()
+    checked, swept, again = module({"check_mode": True}, {}, {})
+    assert [result["leftovers"] for result in (checked, swept, again)] == [[str(left)], [str(left)], []]
+    assert [result["changed"] for result in (checked, swept, again)] == [True, True, False]

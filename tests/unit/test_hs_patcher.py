@@ -76,7 +76,7 @@ def test_second_apply_changes_nothing(model: Path, originals: str) -> None:
     assert not result.changed
     assert len(result.changes) == 4
     assert result.checksum_before == result.checksum_after
-    assert model.stat() == found
+    assert (model.stat().st_ino, model.stat().st_mtime_ns) == (found.st_ino, found.st_mtime_ns)
 
 
 def test_revert_gives_back_every_byte_and_the_directory(model: Path, originals: str) -> None:
@@ -199,7 +199,7 @@ def test_another_patch_version_is_replaced(model: Path, originals: str, monkeypa
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("# hidden_state.bridge end loop\n", "", r"patched in part: piece 'loop' begins 1 times and ends 0"),
+        ("# hidden_state.bridge end loop\n", "", r"patched in part: piece 'loop' begins at line 63 and does not end"),
         ("# hidden_state.bridge begin norm\n", "", r"patched in part: piece 'norm'"),
         ("# hidden_state.bridge end init\n", "# hidden_state.bridge end init\n" * 2, "patched in part: piece 'init'"),
         (", original sha256 ", ", sha ", r"marks|head of the patch"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the patcher writes, finds its files, and behaves as a program."""
+"""How the patcher behaves as a program, and what the code that it inserts does."""
 
 from __future__ import annotations
 
@@ -17,75 +17,53 @@ from model_source import PROGRAM, SOURCE, install, program
 import hs_capture
 import hs_patcher
 
-
-def test_a_file_that_changes_meanwhile_is_refused(model: Path, originals: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = hs_patcher._keep
-
-    def meddle(kept: str, original: bytes) -> None:
-        keep(kept, original)
-        model.write_text(SOURCE + "# upgraded\n")
-
-    monkeypatch.setattr(hs_patcher, "_keep", meddle)
-    with pytest.raises(hs_patcher.Refused, match="changed while it was patched"):
-        hs_patcher.apply(model, originals=originals)
-    assert model.read_text() == SOURCE + "# upgraded\n"
-
-
-def test_a_failed_write_leaves_the_file_and_no_litter(model: Path, originals: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hs_patcher.apply(model, originals=originals)
-    hs_patcher.revert(model, originals=originals)
-    replace = os.replace
-
-    def full(source: str, target: str) -> None:
-        if str(target) == str(model):
-            raise OSError(28, "No space left on device")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(hs_patcher.Refused, match="No space left"):
-        hs_patcher.apply(model, originals=originals)
-    assert model.read_text() == SOURCE
-    assert list(model.parent.iterdir()) == [model]
-
-
-@pytest.mark.parametrize("closed", ["models", "srt", "state"])
-def test_a_dry_run_finds_what_cannot_be_written(
-    model: Path, originals: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
-) -> None:
-    (tmp_path / "state").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != closed)
-    with pytest.raises(hs_patcher.Refused, match=f"{closed} is not writable; run as the owner"):
-        hs_patcher.apply(model, originals=originals, dry_run=True)
-
-
-@pytest.mark.parametrize("kind", ["absent", "directory", "link"])
-def test_what_is_not_a_file_is_refused(model: Path, tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "deepseek_v2.py"
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "link":
-        path.symlink_to(model)
-    with pytest.raises(hs_patcher.Refused, match={"absent": "No such file", "directory": "not a file", "link": "is a link"}[kind]):
-        hs_patcher.apply(path)
+LINES = r"^(imports|init|layer loop|after the norm): line \d+$"
 
 
 def test_program_reports_and_exits(model: Path, originals: str) -> None:
-    checked = program("check", model)
-    assert (checked.returncode, "not patched, can be patched" in checked.stdout) == (0, True)
-    shown = program("diff", model)
+    kept = ("--originals", originals)
+    checked = program("check", *kept, model)
+    assert (checked.returncode, "state    not patched, can be patched\n" in checked.stdout) == (0, True)
+    assert re.findall(LINES, checked.stdout, re.M) == list(hs_patcher.CHANGES)
+    shown = program("diff", *kept, model)
     assert shown.returncode == 0
     assert '+        self._hs_capture = _hs_open(self, "layers", "norm")' in shown.stdout
     assert model.read_text() == SOURCE
-    applied = program("apply", "--originals", originals, model)
+    applied = program("apply", *kept, model)
     assert applied.returncode == 0, applied.stderr
     assert f"file     {model}" in applied.stdout
     assert "release  0.5.20" in applied.stdout
     assert "family   D" in applied.stdout
-    assert re.findall(r"^(imports|init|layer loop|after the norm): line \d+$", applied.stdout, re.M) == list(hs_patcher.CHANGES)
-    assert "patched already" in program("apply", "--originals", originals, model).stdout
-    assert "patched, complete" in program("check", model).stdout
-    assert program("revert", "--originals", originals, model).returncode == 0
+    assert re.findall(LINES, applied.stdout, re.M) == list(hs_patcher.CHANGES)
+    assert re.findall(LINES, checked.stdout, re.M) == re.findall(LINES, applied.stdout, re.M)
+    assert "patched already" in program("apply", *kept, model).stdout
+    assert "state    patched, complete\n" in program("check", *kept, model).stdout
+    reverted = program("revert", *kept, model)
+    assert reverted.returncode == 0
+    assert "removed layer loop: line " in reverted.stdout
     assert model.read_text() == SOURCE
+    assert "changed  nothing (not patched)" in program("revert", *kept, model).stdout
+
+
+def test_check_says_what_there_is_to_do(
+    model: Path, originals: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state() -> str:
+        assert hs_patcher.main(["check", "--originals", originals, str(model)]) == 0
+        return re.search("^state    (.*)$", capsys.readouterr().out, re.M)[1]
+
+    with monkeypatch.context() as past:
+        past.setattr(hs_patcher, "PATCH_VERSION", "1")
+        hs_patcher.apply(model, originals=originals)
+    assert state() == f"patched by patch 1, this is patch {hs_patcher.PATCH_VERSION}: run apply"
+    hs_patcher.apply(model, originals=originals)
+    assert state() == "patched, complete"
+    runtime = model.parents[1] / "hs_capture"
+    (runtime / "writer.py").write_text("")
+    (runtime / "older.py").write_text("")
+    assert state() == "patched, runtime stale (older.py, writer.py): run apply"
+    model.write_text(SOURCE)
+    assert state() == "not patched, can be patched, a runtime is beside it: apply refreshes it, revert removes it"
 
 
 def test_program_refuses_and_says_why(tmp_path: Path) -> None:
@@ -94,9 +72,27 @@ def test_program_refuses_and_says_why(tmp_path: Path) -> None:
     assert refused.returncode == 1
     assert refused.stderr.startswith("refused: ")
     assert "install a release of SGLang that docs/support.md lists" in refused.stderr
-    assert program("check", model).returncode == 1
+    checked = program("check", model)
+    assert (checked.returncode, checked.stdout) == (1, f"file     {model}\nstate    refused\n")
     assert program("apply").returncode == 2
     assert program("mend", model).returncode == 2
+
+
+def test_a_path_that_is_no_text_is_shown_as_it_can_be(model: Path, tmp_path: Path, originals: str) -> None:
+    strange = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    model.parents[3].rename(strange)
+    path = os.path.join(strange, "sglang", "srt", "models", model.name)
+    for command, shown in (("check", "state    not patched"), ("diff", "_hs_open"), ("apply", "\\udcff"), ("revert", "removed init")):
+        done = program(command, "--originals", originals, path)
+        assert (done.returncode, shown in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize("command", ["check", "diff", "apply", "revert"])
+def test_help_says_what_a_command_does(command: str) -> None:
+    text = " ".join(program(command, "--help").stdout.split())
+    assert hs_patcher._COMMANDS[command] in text
+    assert "Exit status: 0" in text
+    assert hs_patcher._COMMANDS[command] in " ".join(program("--help").stdout.split())
 
 
 def test_program_runs_alone_with_the_runtime_named(model: Path, originals: str, tmp_path: Path) -> None:
@@ -110,34 +106,6 @@ def test_program_runs_alone_with_the_runtime_named(model: Path, originals: str, 
     runtime = str(Path(hs_capture.__file__).parent)
     done = subprocess.run([*command, "--runtime", runtime, str(model)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_release_is_read_without_importing(tmp_path: Path) -> None:
-    model = install(tmp_path, SOURCE, None)
-    package = model.parents[2]
-    assert hs_patcher.release_of(model) is None
-    metadata = package.parent / "sglang-0.5.17.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.4\nName: sglang\nVersion: 0.5.17\n")
-    assert hs_patcher.release_of(model) == "0.5.17"
-    (package / "version.py").write_text('raise SystemExit\n__version__ = "0.4.0"\n')
-    assert hs_patcher.release_of(package) == "0.4.0"
-    assert hs_patcher.release_of(tmp_path) is None
-
-
-def test_model_file_is_found_by_the_interpreter(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (model.parents[2] / "__init__.py").write_text("raise SystemExit('imported')\n")
-    monkeypatch.setenv("PYTHONPATH", str(model.parents[3]))
-    assert hs_patcher.find_model_file(sys.executable) == str(model)
-    with pytest.raises(hs_patcher.Refused, match="name another model"):
-        hs_patcher.find_model_file(sys.executable, "absent")
-    with pytest.raises(hs_patcher.Refused, match="not the name of a module"):
-        hs_patcher.find_model_file(sys.executable, "../../etc/passwd")
-    with pytest.raises(hs_patcher.Refused, match="no such interpreter"):
-        hs_patcher.find_model_file(str(tmp_path / "python"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "nothing"))
-    with pytest.raises(hs_patcher.Refused, match="has no sglang|could not"):
-        hs_patcher.find_model_file(sys.executable)
 
 
 def test_loader_is_inert_unless_the_gate_is_set(model: Path, originals: str, monkeypatch: pytest.MonkeyPatch) -> None:

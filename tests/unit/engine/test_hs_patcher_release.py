@@ -37,3 +37,14 @@ def test_the_released_file_is_patched_and_restored(model: Path, tmp_path: Path) 
         assert not any(word in line for line in inserted)
     hs_patcher.revert(model, originals=str(tmp_path / "originals"))
     assert model.read_bytes() == before
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_the_released_file_cut_anywhere_is_refused(model: Path, tmp_path: Path, tenth: int) -> None:
+    lines = model.read_bytes().splitlines(keepends=True)
+    cut = b"".join(lines[: len(lines) * tenth // 10 + 1])
+    model.write_bytes(cut)
+    with pytest.raises(hs_patcher.Refused, match=r"deepseek_v2\.py.*(reinstall SGLang|install a release)"):
+        hs_patcher.apply(model, originals=str(tmp_path / "originals"))
+    assert model.read_bytes() == cut
+    assert list(model.parents[1].iterdir()) == [model.parent]
