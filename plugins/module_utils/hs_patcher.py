@@ -1051,6 +1051,10 @@ def _keep(kept: str, original: bytes) -> None:
 
 
 def _runtime_dir(path: str) -> str:
+    """Beside ``models``, of which `path` may be in a directory."""
+    for parent in Path(path).parents:
+        if parent.name == "srt":
+            return str(parent / RUNTIME_PACKAGE)
     return os.path.join(os.path.dirname(os.path.dirname(path)), RUNTIME_PACKAGE)
 
 
@@ -1122,7 +1126,7 @@ def _runtime_leftovers(directory: str, path: str) -> list[str]:
     """What revert removes; nothing while another model file is patched."""
     if not os.path.lexists(directory):
         return []
-    for other in Path(path).parent.glob("*.py"):
+    for other in Path(directory).parent.joinpath("models").rglob("*.py"):
         if str(other) != path and _BEGIN in other.read_bytes():
             return []
     found = _entries(directory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from model_source import install
+from model_source import SOURCE, install
 from test_hs_patcher_shapes import SINGLE, STREAM, TUPLE, inserted, patched
 
 import hs_patcher
@@ -107,3 +107,20 @@ def test_what_is_wrong_is_refused(tmp_path: Path, source: str, reason: str) -> N
 
 def test_the_turn_of_a_part_is_counted(tmp_path: Path) -> None:
     assert "_hs.output(None, hidden_states)" in inserted(patched(tmp_path, PART + "\nmade = Model(1)\n"), "layer loop")
+
+
+def test_a_model_in_a_directory_of_its_own(tmp_path: Path) -> None:
+    """The runtime is where the patched file imports it from, and stays while another file needs it."""
+    model = install(tmp_path, SOURCE)
+    inner = model.parent / "common" / "modeling.py"
+    inner.parent.mkdir()
+    inner.write_text(TUPLE)
+    originals = str(tmp_path / "originals")
+    runtime = model.parent.parent / "hs_capture"
+    for path in (inner, model):
+        assert hs_patcher.apply(path, originals=originals).runtime_dir == str(runtime)
+    hs_patcher.revert(model, originals=originals)
+    assert (runtime / "capture.py").is_file()
+    hs_patcher.revert(inner, originals=originals)
+    assert not runtime.exists()
+    assert inner.read_text() == TUPLE
