@@ -278,7 +278,9 @@ class _Source:
     def __init__(self, data: bytes, path: str) -> None:
         self.data = data
         if b"\r" in data or data.startswith(b"\xef\xbb\xbf"):
-            raise Refused(f"{path} has CR line ends or a byte order mark, which no model of a release has; reinstall SGLang")
+            raise Refused(
+                f"{path} has CR line ends or a byte order mark, which the patch cannot keep; reinstall SGLang if it was not released so"
+            )
         try:
             data.decode("utf-8")
             encoding = tokenize.detect_encoding(iter(data.splitlines(keepends=True)).__next__)[0]
@@ -449,7 +451,10 @@ def _decoder_loops(tree: ast.Module) -> list[_Loop]:
                     if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
                         continue
                     given = [*node.value.args, *(keyword.value for keyword in node.value.keywords)]
-                    place = _layer_of(loop, node.value.func) if any(_is_name(one, "forward_batch") for one in given) else None
+                    called = node.value.func
+                    if isinstance(called, ast.Attribute) and called.attr == "forward":
+                        called = called.value
+                    place = _layer_of(loop, called) if any(_is_name(one, "forward_batch") for one in given) else None
                     if place:
                         calls.append(node)
                         places.add(place)
@@ -481,6 +486,12 @@ def _find_loop(tree: ast.Module) -> _Loop:
         raise Refused(f"class {found.owner.name} is there twice")
     if len([n for n in found.owner.body if isinstance(n, ast.FunctionDef) and n.name == "forward"]) > 1:
         raise Refused(f"method {found.owner.name}.forward is there twice")
+    early = [n.lineno for n in _own_nodes(found.forward) if isinstance(n, ast.Return) and n.lineno < _loops(found)[0].lineno]
+    if early:
+        raise Refused(f"{found.owner.name}.forward can return at line {min(early)}, before the decoder loop: its layers may run elsewhere")
+    made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_name(n.func, found.owner.name)]
+    if len(made) != 1 and "input_ids" not in [argument.arg for argument in found.forward.args.args]:
+        raise Refused(f"{found.owner.name} takes no input_ids and is made {len(made)} times, so its layers may run more than once")
     for loop in _loops(found):
         for node in ast.walk(found.forward):
             if isinstance(node, (ast.For, ast.While)) and node is not loop and loop in ast.walk(node):
@@ -558,7 +569,7 @@ def _classes_of(owner: ast.ClassDef, attribute: str) -> set[str]:
         elif isinstance(value, ast.Name) and value.id in values:
             waiting += values.pop(value.id)
         else:
-            made.add(ast.unparse(value).split(".")[-1])
+            made.add(ast.unparse(value).rsplit(".", 1)[-1])
     return made - {"PPMissingLayer", "Identity", "None"}
 
 
@@ -582,7 +593,8 @@ def _find_norm(tree: ast.Module, found: _Loop, hidden: str, others: list[str]) -
             continue
         if residual is not None and not (isinstance(residual, ast.Name) and residual.id in others):
             raise Refused(f"the final norm of line {statement.lineno} takes in {ast.unparse(residual)}, which the layers do not give")
-        if residual is not None and made & local:
+        adds = residual is not None or stream and _of_self(statement.value.func) is None
+        if adds and made & local:
             raise Refused(f"the final norm is a {made.pop()} of this file: whether it adds the residual cannot be told")
         outputs = None
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):
@@ -629,10 +641,59 @@ def _check_between(found: _Loop, norm: _Norm, names: list[str]) -> None:
         if called in allowed:
             continue
         changed = [name for name in names if _assigned(statement, name)]
-        if isinstance(statement, ast.Expr) and called.split(".")[0] in names:
+        if isinstance(statement, ast.Expr) and called.split(".", 1)[0] in names:
             changed = names
         if changed:
             raise Refused(f"line {statement.lineno} changes {', '.join(changed)} between the decoder loop and the final norm")
+
+
+def _check_elsewhere(found: _Loop, norm: _Norm) -> None:
+    """Refuse where the final norm is handed to something else, which may be what takes in the state."""
+    for statement in _behind(found):
+        for call in [n for n in ast.walk(statement) if isinstance(n, ast.Call)]:
+            given = [*call.args, *(keyword.value for keyword in call.keywords)]
+            if any(_of_self(one) == norm.attribute for one in given) and not ast.unparse(call.func).startswith("residual_batch."):
+                raise Refused(f"line {call.lineno} hands the final norm to {ast.unparse(call.func)}")
+
+
+def _check_layers(tree: ast.Module, found: _Loop, norm: _Norm) -> None:
+    """Refuse where the layers do not carry the state in what the final norm takes in."""
+    for owner in [n for n in tree.body if isinstance(n, ast.ClassDef) and n is not found.owner]:
+        for forward in [n for n in owner.body if isinstance(n, ast.FunctionDef) and n.name == "forward"]:
+            if not {"residual", "forward_batch"} <= {one.arg for one in [*forward.args.args, *forward.args.kwonlyargs]}:
+                continue
+            reads = _reads(forward.body, "residual")
+            if norm.residual and reads is False:
+                raise Refused(f"{owner.name} overwrites the residual that it is given, but the final norm adds it")
+            if not norm.residual and reads and not _gives_all(forward):
+                raise Refused(f"{owner.name} reads the residual that it is given, but the final norm leaves it out")
+
+
+def _reads(block: list[ast.stmt], name: str) -> bool | None:
+    """Whether a value that is handed in is read before it is overwritten, on some way; None if it is neither."""
+    for statement in block:
+        if isinstance(statement, ast.If):
+            found = {_is_name(node, name) or None for node in ast.walk(statement.test)}
+            found |= {_reads(statement.body, name), _reads(statement.orelse, name)}
+        else:
+            # What an assignment reads, it reads before it writes.
+            parts = [statement.value, *statement.targets] if isinstance(statement, ast.Assign) else [statement]
+            found = {isinstance(n.ctx, ast.Load) for n in [n for part in parts for n in ast.walk(part) if _is_name(n, name)][:1]}
+        if found - {None}:
+            return True in found
+    return None
+
+
+def _gives_all(forward: ast.FunctionDef) -> bool:
+    """Whether the first result of a layer is the whole state: beside it is None, or the same value again."""
+    for node in [n for n in _own_nodes(forward) if isinstance(n, ast.Return)]:
+        given = node.value.elts if isinstance(node.value, ast.Tuple) else []
+        if len(given) < 2 or _same(given[1], "None"):
+            continue
+        last = [statement for statement in forward.body if statement.lineno < node.lineno][-1:]
+        if not last or ast.unparse(last[0]) != f"{ast.unparse(given[1])} = {ast.unparse(given[0])}":
+            return False
+    return True
 
 
 _KEYWORDS = {"captured_last_layer_outputs": "collector", "capture_output": "callback"}
@@ -711,6 +772,9 @@ def _shape_edits(source: _Source) -> tuple[str, _Loop, _Norm, list[_Edit]]:
     hidden, others = _results(found)
     norm = _find_norm(source.tree, found, hidden, others)
     _check_between(found, norm, [hidden] + ([norm.residual] if norm.residual else []))
+    _check_elsewhere(found, norm)
+    if others and not norm.stream:
+        _check_layers(source.tree, found, norm)
     keyword = _keyword(source.tree, found)
     if keyword is not None and found.index is not None and (norm.stream or norm.residual):
         return "keyword-stream" if norm.stream else "keyword-tuple", found, norm, _wrap(source, keyword, found.index)
@@ -1167,7 +1231,7 @@ def _look(path: str | os.PathLike[str]) -> _Place:
     if os.path.realpath(asked) != file:
         # A ".." behind a link: only the system knows where it leads.
         asked = file
-    package = asked if asked.split(os.sep)[-3:-1] == ["srt", "models"] else file
+    srt = _srt_of(asked) or _srt_of(file) or os.path.dirname(os.path.dirname(file))
     try:
         data, found = _read(file)
     except Refused as error:
@@ -1175,7 +1239,15 @@ def _look(path: str | os.PathLike[str]) -> _Place:
         raise Refused(f"{error}{link}; give the model file, sglang/srt/models/deepseek_v2.py, or reinstall SGLang") from error
     if not data:
         raise Refused(f"{file} is empty, so a write of it was cut off; reinstall SGLang")
-    return _Place(asked, file, os.path.realpath(os.path.dirname(os.path.dirname(package))), data, found)
+    return _Place(asked, file, os.path.realpath(srt), data, found)
+
+
+def _srt_of(path: str) -> str | None:
+    """The directory ``srt`` of ``.../srt/models/...``: some models lie in a directory of their own."""
+    for parent in Path(path).parents:
+        if parent.name == "models" and parent.parent.name == "srt":
+            return str(parent.parent)
+    return None
 
 
 def _read(path: str) -> tuple[bytes, os.stat_result]:
@@ -1552,12 +1624,12 @@ def _stale_runtime(directory: str, files: dict[str, bytes]) -> list[str]:
 
 def _other_patched(place: _Place) -> list[str]:
     """Other model files of the tree that have a patch, so need the runtime."""
-    models = os.path.join(place.srt, "models")
+    models = Path(place.srt, "models")
     found = []
-    for name in sorted(os.listdir(models) if os.path.isdir(models) else []):
-        path = os.path.realpath(os.path.join(models, name))
-        if name.endswith(".py") and path != place.file and os.path.isfile(path) and _BEGIN in _read(path)[0]:
-            found.append(name)
+    for path in sorted(models.rglob("*.py")):
+        file = os.path.realpath(path)
+        if file != place.file and os.path.isfile(file) and _BEGIN in _read(file)[0]:
+            found.append(str(path.relative_to(models)))
     return found
 
 
