@@ -479,6 +479,10 @@ def _find_loop(tree: ast.Module) -> _Loop:
         )
         if apart:
             loops = [found._replace(calls=[*found.calls, *other.calls], loop=other.loop, twin=found.loop)]
+    # The decoder of an encoder-decoder model is what takes the tokens.
+    tokens = [one for one in loops if "input_ids" in [argument.arg for argument in one.forward.args.args]]
+    if len(loops) > 1 and len(tokens) == 1 and [one.owner for one in loops].count(tokens[0].owner) == 1:
+        loops = tokens
     if len(loops) > 1:
         raise Refused("it has more than one decoder loop: " + ", ".join(f"{one.owner.name}, line {one.loop.lineno}" for one in loops))
     found = loops[0]
@@ -511,13 +515,20 @@ def _nodes(statements: list[ast.stmt]) -> list[ast.AST]:
 
 
 class _Norm(NamedTuple):
-    """The final norm: what it takes in is what every layer gives out."""
+    """The final norm: what it takes in is what every layer gives out.
+
+    `hidden` is that state as the norm takes it in, the name of the hidden
+    states or a conversion of them; `adds` is False for a norm that only hands
+    its residual on. Without an `attribute` there is no norm.
+    """
 
     statement: ast.stmt
-    attribute: str
-    residual: str | None
-    stream: bool
-    outputs: list[str] | None
+    attribute: str | None
+    hidden: str
+    residual: str | None = None
+    stream: bool = False
+    outputs: list[str] | None = None
+    adds: bool = True
 
 
 def _norm_call(call: ast.expr, hidden: str) -> tuple[str, ast.expr | None, bool] | None:
@@ -576,35 +587,92 @@ def _classes_of(owner: ast.ClassDef, attribute: str) -> set[str]:
 def _find_norm(tree: ast.Module, found: _Loop, hidden: str, others: list[str]) -> _Norm:
     """The one norm after the loop that takes in `hidden`, alone or with one of the loop's `others`."""
     norms = []
-    local = {n.name for n in tree.body if isinstance(n, ast.ClassDef)}
+    local = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
     heirs = [ast.unparse(base) for base in found.owner.bases if ast.unparse(base) not in ("nn.Module", "torch.nn.Module")]
+    converted = _converted(found, hidden)
     for statement in _behind(found):
         if not isinstance(statement, (ast.Assign, ast.Return)):
             continue
-        call = _norm_call(statement.value, hidden)
+        value, name = statement.value, hidden
+        if _is_conversion(value) and isinstance(value.func.value, ast.Call):
+            value = value.func.value
+        if isinstance(value, ast.Call) and value.args and isinstance(value.args[0], ast.Name) and value.args[0].id in converted:
+            name = value.args[0].id
+        call = _norm_call(value, name)
         if call is None:
             continue
         attribute, residual, stream = call
         made = _classes_of(found.owner, attribute)
         # A base class in another file may make it.
-        if not all(name.lower().endswith("norm") for name in made) or not (made or heirs):
+        if not all(one.lower().endswith("norm") for one in made) or not (made or heirs):
             continue
-        if isinstance(statement.value, ast.IfExp) and residual is None:
+        if isinstance(value, ast.IfExp) and residual is None:
             continue
         if residual is not None and not (isinstance(residual, ast.Name) and residual.id in others):
             raise Refused(f"the final norm of line {statement.lineno} takes in {ast.unparse(residual)}, which the layers do not give")
-        adds = residual is not None or stream and _of_self(statement.value.func) is None
-        if adds and made & local:
-            raise Refused(f"the final norm is a {made.pop()} of this file: whether it adds the residual cannot be told")
+        adds = residual is not None or stream and _of_self(value.func) is None
+        if adds and made & set(local):
+            if stream or not all(one in local and _hands_on(local[one]) for one in made):
+                raise Refused(f"the final norm is a {made.pop()} of this file: whether it adds the residual cannot be told")
+            adds = False
         outputs = None
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):
             names = [element.id for element in statement.targets[0].elts if isinstance(element, ast.Name)]
             outputs = names if len(names) == len(statement.targets[0].elts) == 2 else None
-        norms.append(_Norm(statement, attribute, residual.id if residual is not None else None, stream, outputs))
+        ignored = residual is not None and not adds
+        norms.append(
+            _Norm(
+                statement,
+                attribute,
+                converted.get(name, hidden),
+                residual.id if residual is not None and adds else None,
+                stream,
+                None if ignored else outputs,
+                not ignored,
+            )
+        )
     # The branch for a missing residual is never taken behind a layer that gives one.
     if any(norm.residual for norm in norms):
         norms = [norm for norm in norms if norm.residual]
+    last = found.forward.body[-1]
+    if (
+        not norms
+        and not others
+        and isinstance(last, ast.Return)
+        and found.forward.body[-2:-1] == [found.loop]
+        and _is_name(last.value, hidden)
+    ):
+        return _Norm(last, None, hidden)
     return _only(norms, f"final norm of '{hidden}' behind the decoder loop")
+
+
+def _is_conversion(value: ast.AST) -> bool:
+    """Whether it is ``x.to(...)``."""
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "to"
+
+
+def _converted(found: _Loop, hidden: str) -> dict[str, str]:
+    """Names that behind the loop stand for `hidden` in another dtype, with the conversion."""
+    names: dict[str, list[ast.expr]] = {}
+    for statement in _behind(found):
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            names.setdefault(statement.targets[0].id, []).append(statement.value)
+    return {
+        name: ast.unparse(values[0])
+        for name, values in names.items()
+        if len(values) == 1 and name != hidden and _is_conversion(values[0]) and _is_name(values[0].func.value, hidden)
+    }
+
+
+def _hands_on(norm: ast.ClassDef) -> bool:
+    """Whether the forward of a norm does nothing with its second argument but to return it untouched."""
+    forwards = [n for n in norm.body if isinstance(n, ast.FunctionDef) and n.name == "forward"]
+    if len(forwards) != 1 or len(forwards[0].args.args) != 3:
+        return False
+    residual = forwards[0].args.args[2].arg
+    uses = [n for n in ast.walk(forwards[0]) if _is_name(n, residual)]
+    returned = [n.value.elts for n in _own_nodes(forwards[0]) if isinstance(n, ast.Return) and isinstance(n.value, ast.Tuple)]
+    return len(uses) == len(returned) == 1 and len(returned[0]) == 2 and returned[0][1] is uses[0]
 
 
 def _behind(found: _Loop) -> list[ast.stmt]:
@@ -628,8 +696,9 @@ def _passed_by(found: _Loop, norm: _Norm) -> set[ast.AST]:
 def _check_between(found: _Loop, norm: _Norm, names: list[str]) -> None:
     """Refuse where what the layers give is changed before the final norm takes it in."""
     # Two-batch overlap runs layers outside the loop: the runtime counts layers and refuses such a forward. SGLang's
-    # own completion and folding of its stream keep the state.
+    # own completion and folding keep the state; a sum that it completes here was refused at the end of the turn.
     allowed = ("model_forward_maybe_tbo", "model_forward_stages", "residual_batch.complete_output", "residual_batch.fold")
+    allowed += ("tensor_model_parallel_all_reduce",)
     passed = _passed_by(found, norm)
     for statement in _behind(found):
         if statement.lineno >= norm.statement.lineno:
@@ -780,7 +849,7 @@ def _shape_edits(source: _Source) -> tuple[str, _Loop, _Norm, list[_Edit]]:
         return "keyword-stream" if norm.stream else "keyword-tuple", found, norm, _wrap(source, keyword, found.index)
     shape = "stream" if norm.stream else "tuple" if norm.residual else "single"
     state = {"stream": f"stream({found.index}, {hidden}, forward_batch)", "tuple": f"output({found.index}, {hidden}, {norm.residual})"}
-    call = state.get(shape, f"output({found.index}, {hidden})")
+    call = state.get(shape, f"output({found.index}, {norm.hidden})")
     lines = ["if _hs is not None:", f"    _hs.{call}"]
     blocks = []
     for loop, piece in zip(_loops(found), ("output", "output-2")):
@@ -809,30 +878,25 @@ def _edits(source: _Source) -> tuple[str, list[_Edit]]:
     shape, found, norm, edits = _shape_edits(source)
     family = _family_of(shape, found)
     owner, forward = found.owner, found.forward
-    init = _only([n for n in owner.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"], f"method {owner.name}.__init__")
-    end = init.body[-1]
-    if any(isinstance(node, ast.Return) and node is not end for node in _own_nodes(init)):
-        raise Refused(f"{owner.name}.__init__ returns early")
+    opening = f"self._hs_capture = _hs_open(self, {_quoted(found.layers)}, {_quoted(norm.attribute)})"
+    opened = _open_edit(source, owner, opening)
     top = next(statement for statement in forward.body if found.loop in ast.walk(statement))
     imports = [n for n in source.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
     if not imports:
         raise Refused("it imports nothing")
-    if not all(map(source.begins_line, [top, norm.statement, end])):
+    if not all(map(source.begins_line, [top, norm.statement])):
         raise Refused("statements share a line, or are indented with tabs")
     loader = _LOADER.format(version=PATCH_VERSION, family=family, checksum=_sha256(source.data))
     if norm.outputs is not None:
         place, watch = norm.statement.end_lineno + 1, f"_hs.finish({norm.outputs[0]}, {norm.outputs[1]})"
+    elif norm.attribute is None:
+        place, watch = norm.statement.lineno, "_hs.finish(None, None)"
     else:
         # Its result has no names of its own: the norm itself says what it took in and gave.
-        place, watch = norm.statement.lineno, f"_hs.watch(self.{norm.attribute})"
+        place, watch = norm.statement.lineno, f"_hs.watch(self.{norm.attribute}{'' if norm.adds else ', False'})"
     return family, [
         source.block(imports[-1].end_lineno + 1, "imports", 0, loader.splitlines()),
-        source.block(
-            end.lineno if isinstance(end, ast.Return) else end.end_lineno + 1,
-            "init",
-            init.body[0].col_offset,
-            [f'self._hs_capture = _hs_open(self, "{found.layers}", "{norm.attribute}")'],
-        ),
+        opened,
         source.block(
             top.lineno,
             "loop",
@@ -842,6 +906,25 @@ def _edits(source: _Source) -> tuple[str, list[_Edit]]:
         *edits,
         source.block(place, "norm", norm.statement.col_offset, ["if _hs is not None:", f"    {watch}"]),
     ]
+
+
+def _quoted(name: str | None) -> str:
+    return f'"{name}"' if name else "None"
+
+
+def _open_edit(source: _Source, owner: ast.ClassDef, opening: str) -> _Edit:
+    """An edit that has the model open the capture when it is built."""
+    inits = [n for n in owner.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    if not inits and all(ast.unparse(base) != "nn.Module" for base in owner.bases) and owner.bases:
+        lines = ["def __init__(self, *args, **kwargs):", "    super().__init__(*args, **kwargs)", f"    {opening}"]
+        return source.block(owner.end_lineno + 1, "init", owner.body[-1].col_offset, lines)
+    init = _only(inits, f"method {owner.name}.__init__")
+    end = init.body[-1]
+    if any(isinstance(node, ast.Return) and node is not end for node in _own_nodes(init)):
+        raise Refused(f"{owner.name}.__init__ returns early")
+    if not source.begins_line(end):
+        raise Refused("statements share a line, or are indented with tabs")
+    return source.block(end.lineno if isinstance(end, ast.Return) else end.end_lineno + 1, "init", init.body[0].col_offset, [opening])
 
 
 def _patched(data: bytes, path: str, release: str | None) -> tuple[str, bytes]:

@@ -11,13 +11,13 @@ from typing import Any
 
 from . import engine
 from .collector import Batch, Proof
-from .dumpfile import RID_PATTERN
+from .dumpfile import FINAL_TENSORS, RID_PATTERN
 from .expect import ExpectList
 from .fingerprints import RID_SUFFIX, FingerprintWriter
 from .follower import Follower, FollowerBatch
-from .guards import NotCapturable, check_batch, check_settings, check_unchunked
+from .guards import CaptureRefused, NotCapturable, check_batch, check_settings, check_unchunked
 from .layers import format_layers
-from .settings import Settings, read_settings
+from .settings import DUMP_FINAL, Settings, read_settings
 from .sheet import Piece
 from .writer import Writer, open_writer
 
@@ -30,16 +30,18 @@ _FAILED = -1
 STREAM_FAMILY = "stream"
 
 
-def open_capture(model: Any, layers: str, norm: str, *, patch_version: str, family: str) -> Capture | Follower:
+def open_capture(model: Any, layers: str, norm: str | None, *, patch_version: str, family: str) -> Capture | Follower:
     """Open the capture that the environment asks for; called when the model is built.
 
-    `layers` and `norm` name the model's decoder layers and its final norm.
+    `layers` and `norm` name the model's decoder layers and its final norm (None: it has none).
     Every rank checks the server's settings, only TP rank 0 captures: the
     others get a Follower. Raises CaptureRefused, which stops the server, with
     the remedy.
     """
-    layer_count, width = len(getattr(model, layers)), _width(model, getattr(model, norm))
+    layer_count, width = len(getattr(model, layers)), _width(model, norm and getattr(model, norm))
     settings = read_settings(os.environ, layer_count)
+    if norm is None and FINAL_TENSORS[settings.final]:
+        raise CaptureRefused(f"{DUMP_FINAL} is {settings.final}, and this model has no final norm", f"set {DUMP_FINAL}=none")
     check_settings(engine.server_settings())
     rank, size = engine.tensor_parallel()
     if rank != 0:

@@ -123,20 +123,25 @@ class Batch:
             self._keep_for_proof(index == self._layer_count - 1, state)
             self.record(name, state)
 
-    def watch(self, norm: Any) -> None:
-        """Have `norm` say at its next call what it took in and gave: :meth:`finish` then runs."""
+    def watch(self, norm: Any, adds: bool = True) -> None:
+        """Have `norm` say at its next call what it took in and gave: :meth:`finish` then runs.
+
+        A norm that gives two states gave the normed one and the sum of what it
+        took in, unless it `adds` nothing and hands its residual on.
+        """
 
         def told(_norm: Any, arguments: tuple, output: Any) -> None:
             self._unhook()
+            given = arguments[0] if arguments else None
             if isinstance(output, tuple):
-                self.finish(output[0], output[1])
+                self.finish(output[0], output[1] if adds else given)
             else:
-                self.finish(output, arguments[0] if arguments else None)
+                self.finish(output, given)
 
         self._hook = norm.register_forward_hook(told)
 
-    def finish(self, post_norm: torch.Tensor, pre_norm: torch.Tensor | None) -> None:
-        """Take the final states [rows, width] and hand all pieces to the writer."""
+    def finish(self, post_norm: torch.Tensor | None, pre_norm: torch.Tensor | None) -> None:
+        """Take the final states [rows, width] (None for a model without a final norm) and hand all pieces to the writer."""
         wanted = self._settings.tensor_names()
         last = layer_name(self._layer_count - 1)
         if self._failure is None and self._turns != self._layer_count:
