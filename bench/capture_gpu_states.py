@@ -27,10 +27,11 @@ import serving
 from serving import say
 
 # By dtype: bounds of the median over a record's rows and over all rows, of the 99th percentile of all rows, the distance from which a
-# row counts as moved by its router, and how many rows in a thousand may be. A rounding of bf16 is 2^-9; a state is the sum of some tens of
-# roundings, in random directions, so a per cent is expected. A wrong row is as far as two random vectors: 1.4.
+# row counts as moved by its router, and how many rows in a thousand may be. A rounding of bf16 is 2^-9, and random weights carry it on
+# from layer to layer: one H200 gave medians of the worst record from 1.5e-4 behind layer 0 to 2.4e-2 behind layer 11, 99th percentiles
+# to 4.7e-2, no row beyond 0.12. The bounds are twice that. A wrong row is as far as two random vectors: 1.4.
 BOUNDS = {
-    "bfloat16": {"median": 2e-2, "p99": 1e-1, "moved": 0.2, "moved_per_mille": 5.0},
+    "bfloat16": {"median": 5e-2, "p99": 1e-1, "moved": 0.2, "moved_per_mille": 5.0},
     "float32": {"median": 1e-5, "p99": 1e-4, "moved": 1e-2, "moved_per_mille": 0.0},
 }
 # Far above rounding: what a layer has to add to the stream for the comparison to mean something.

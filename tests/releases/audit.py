@@ -17,6 +17,8 @@ import inserted
 # SGLang's own steps between the loop and the final norm that leave the state what it is. Two-batch overlap runs layers
 # outside the loop: the capture runtime counts layers and refuses such a forward.
 KEEPING = {"model_forward_maybe_tbo", "model_forward_stages", "residual_batch.complete_output", "residual_batch.fold"}
+# It completes a sum that the capture has refused by then.
+KEEPING |= {"tensor_model_parallel_all_reduce"}
 STREAM_NORMS = {"residual_batch.norm", "residual_batch.final_norm"}
 RECORDS = {"output", "stream"}
 # What a final norm may be given beside the state: none of it changes what a layer has given out.
@@ -172,6 +174,8 @@ def _of_norm(hook: _Hook, found: decoders.Decoder) -> list[str]:
         return ["the layer call gives nothing"]
     hidden = given[1]
     uses, doubts = _uses(hook, found)
+    converted = _converted(found)
+    uses = [use._replace(taken=converted.get(use.taken, use.taken)) for use in uses]
     pairs = [use for use in uses if use.residual is not None]
     if not uses:
         return [*doubts, f"self.{hook.norm} takes in nothing behind the loop"]
@@ -187,12 +191,21 @@ def _of_norm(hook: _Hook, found: decoders.Decoder) -> list[str]:
         doubts.append("SGLang's stream is captured, but the final norm takes in something else")
     elif record is None and not pairs:
         doubts.append("SGLang's collector is used, but the final norm takes in no residual")
-    names = [hidden, *{use.residual for use in pairs} - {"forward_batch"}]
+    names = [hidden.partition(".to(")[0], *{use.residual for use in pairs} - {"forward_batch"}]
     doubts += _of_layers(hook, bool(pairs) and not stream, found)
     doubts += _changes(found, hook, uses, names)
     if any(not _is_taken_out(use) for use in pairs):
         doubts += _of_classes(hook)
     return doubts + _finished(hook, found, uses)
+
+
+def _converted(found: decoders.Decoder) -> dict[str | None, str]:
+    """Names that behind the loop are given once, as the conversion of another: what they stand for."""
+    values: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(found.forward):
+        if isinstance(node, ast.Assign) and node.lineno > found.loop.end_lineno:
+            values.setdefault(ast.unparse(node.targets[0]), []).append(node.value)
+    return {name: ast.unparse(given[0]) for name, given in values.items() if len(given) == 1 and inserted.is_conversion(given[0])}
 
 
 def _is_taken_out(use: _Use) -> bool:

@@ -16,7 +16,7 @@ class _WithoutPatch(ast.NodeTransformer):
     """Takes every node of the patch out of a tree, and only such as do nothing when nothing is captured."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
-        return None if node.name == "_hs_open" else self.generic_visit(node)
+        return None if node.name == "_hs_open" or _opens_only(node) else self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
         ours = ast.unparse(node) == "_hs = self._hs_capture" or ast.unparse(node).startswith("self._hs_capture = _hs_open(self, ")
@@ -30,6 +30,18 @@ class _WithoutPatch(ast.NodeTransformer):
         return self.generic_visit(node) if own is None else own
 
 
+def _opens_only(node: ast.FunctionDef) -> bool:
+    """Whether it is the `__init__` of a class that had none: its base's, and the opening of the capture."""
+    lines = [ast.unparse(statement) for statement in node.body]
+    return (
+        node.name == "__init__"
+        and ast.unparse(node.args) == "self, *args, **kwargs"
+        and len(lines) == 2
+        and lines[0] == "super().__init__(*args, **kwargs)"
+        and lines[1].startswith("self._hs_capture = _hs_open(self, ")
+    )
+
+
 def without_patch(tree: ast.Module) -> ast.Module:
     """The tree without the patch's nodes; what the patch may not contain stays in it."""
     return _WithoutPatch().visit(tree)
@@ -41,7 +53,7 @@ def handed_on(tree: ast.Module) -> list[ast.expr]:
 
 
 def guarded(node: ast.AST) -> ast.Call | None:
-    """The one call of `if _hs is not None:`, which names nothing of the model's but plain names and `self.<norm>`."""
+    """The one call of `if _hs is not None:`, which names nothing of the model's but plain names, `self.<norm>` and `x.to(self.<dtype>)`."""
     if not isinstance(node, ast.If) or ast.unparse(node.test) != "_hs is not None" or node.orelse or len(node.body) != 1:
         return None
     statement = node.body[0]
@@ -50,8 +62,18 @@ def guarded(node: ast.AST) -> ast.Call | None:
     call = getattr(statement, "value", None)
     if not isinstance(statement, ast.Expr) or not isinstance(call, ast.Call) or not ast.unparse(call.func).startswith("_hs."):
         return None
-    plain = all(isinstance(given, (ast.Name, ast.Constant)) or of_self(given) for given in call.args)
-    return call if plain and not call.keywords else None
+    return call if all(map(_is_plain, call.args)) and not call.keywords else None
+
+
+def _is_plain(given: ast.expr) -> bool:
+    if is_conversion(given):
+        return isinstance(given.func.value, ast.Name) and all(map(_is_plain, given.args)) and not given.keywords
+    return isinstance(given, (ast.Name, ast.Constant)) or of_self(given) is not None
+
+
+def is_conversion(node: ast.AST | None) -> bool:
+    """Whether it is `x.to(...)`."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to"
 
 
 def wrapped(node: ast.AST) -> ast.expr | None:

@@ -262,6 +262,16 @@ def test_the_width_is_what_the_final_norm_takes_in(tmp_path: Path, monkeypatch: 
     assert (opened._layer_count, opened._width) == (8, 64)
 
 
+def test_a_model_without_a_norm_has_no_final_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path / "dumps"))
+    engine_modules(SimpleNamespace(pp_size=1), monkeypatch)
+    model = SimpleNamespace(layer=[None] * 8, config=SimpleNamespace(hidden_size=64))
+    with pytest.raises(
+        guards.CaptureRefused, match="SGLANG_HS_DUMP_FINAL is post_norm, and this model has no final norm; set SGLANG_HS_DUMP_FINAL=none"
+    ):
+        capture.open_capture(model, "layer", None, patch_version="2", family="single")
+
+
 def test_other_ranks_follow_where_a_collective_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path / "dumps"))
     engine_modules(SimpleNamespace(pp_size=1), monkeypatch, rank=1)

@@ -173,6 +173,77 @@ def test_a_return_at_the_end_of_init_stays_the_end(tmp_path: Path) -> None:
     assert [ast.unparse(node) for node in init.body[-2:]] == ["self._hs_capture = _hs_open(self, 'layers', 'norm')", "return"]
 
 
+def test_a_model_that_inherits_its_start_gets_one(tmp_path: Path) -> None:
+    start = SINGLE.index("    def __init__")
+    source = (SINGLE[:start] + SINGLE[SINGLE.index("    def forward(self, input_ids") :]).replace("class Model:", "class Model(Base):")
+    owner = next(node for node in ast.parse(patched(tmp_path, source).after).body if getattr(node, "name", "") == "Model")
+    assert ast.unparse(owner.body[-1]).splitlines() == [
+        "def __init__(self, *args, **kwargs):",
+        "    super().__init__(*args, **kwargs)",
+        "    self._hs_capture = _hs_open(self, 'layers', 'norm')",
+    ]
+
+
+def test_a_state_that_the_norm_takes_in_converted_is_captured_so(tmp_path: Path) -> None:
+    source = SINGLE.replace(
+        "        return self.norm(hidden_states)",
+        "        narrow = hidden_states.to(self.dtype)\n        return self.norm(narrow).to(self.dtype)",
+    )
+    result = patched(tmp_path, source)
+    assert "_hs.output(None, hidden_states.to(self.dtype))" in inserted(result, "layer loop")
+
+
+OWN_NORM = """
+class RMSNorm:
+    def forward(self, hidden_states, residual=None):
+        return hidden_states * 2, residual
+"""
+
+
+def test_a_norm_of_the_file_that_hands_the_residual_on_does_not_add_it(tmp_path: Path) -> None:
+    source = TUPLE.replace("\nclass Layer:", OWN_NORM + "\n\nclass Layer:")
+    result = patched(tmp_path / "0", source)
+    assert result.family == "single"
+    assert "_hs.output(i, hidden_states)" in inserted(result, "layer loop")
+    assert "_hs.watch(self.norm, False)" in inserted(result, "after the norm")
+    for number, (old, new) in enumerate(
+        [("hidden_states * 2, residual", "hidden_states + residual, residual"), ("* 2, residual", "* 2, residual * 2")], 1
+    ):
+        model = install(tmp_path / str(number), source.replace(old, new))
+        with pytest.raises(hs_patcher.Refused, match="whether it adds the residual cannot be told"):
+            hs_patcher.apply(model, originals=str(tmp_path / "originals"))
+
+
+def test_an_encoder_without_a_norm_ends_with_its_loop(tmp_path: Path) -> None:
+    source = SINGLE.replace("return self.norm(hidden_states)", "return hidden_states")
+    result = patched(tmp_path / "0", source)
+    assert "_hs.finish(None, None)" in inserted(result, "after the norm")
+    assert b'_hs_open(self, "layers", None)' in result.after
+    model = install(
+        tmp_path / "1", source.replace("return hidden_states\n", "hidden_states = other(hidden_states)\n        return hidden_states\n")
+    )
+    with pytest.raises(hs_patcher.Refused, match="expected one final norm"):
+        hs_patcher.apply(model, originals=str(tmp_path / "originals"))
+
+
+def test_of_encoder_and_decoder_the_one_that_takes_tokens_is_patched(tmp_path: Path) -> None:
+    start = SINGLE.index("class Model:")
+    encoder = (
+        SINGLE[start:]
+        .replace("class Model:", "class Encoder:")
+        .replace("self, input_ids, ", "self, sound, ")
+        .replace("embed(input_ids)", "x")
+    )
+    result = patched(tmp_path, SINGLE[:start] + encoder + "\n\n" + SINGLE[start:])
+    owner = next(node for node in ast.parse(result.after).body if getattr(node, "name", "") == "Encoder")
+    assert "_hs" not in ast.unparse(owner)
+
+
+def test_a_sum_that_sglang_completes_behind_the_loop(tmp_path: Path) -> None:
+    source = TUPLE.replace(BETWEEN, "        hidden_states = tensor_model_parallel_all_reduce(hidden_states)\n" + BETWEEN)
+    assert patched(tmp_path, source).family == "tuple"
+
+
 BETWEEN = "        hidden_states, _ = self.norm"
 REFUSED = {
     "no loop": (TUPLE, "forward_batch, residual)", "residual)", "no class has a forward that calls its layers"),

@@ -105,6 +105,32 @@ def test_states_of_a_single_loop(model: Model) -> None:
     assert not model.norm._forward_hooks
 
 
+def test_a_norm_that_adds_nothing(model: Model) -> None:
+    class HandsOn(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return hidden * 2, residual
+
+    running = model.capture.begin(batch(("hsb-a", 0, 5)))
+    for layer in range(LAYERS):
+        model.states.append(torch.randn(5, HIDDEN))
+        running.output(layer, model.states[-1])
+    norm = HandsOn()
+    running.watch(norm, False)
+    norm(model.states[-1], torch.zeros(5, HIDDEN))
+    model.check()
+
+
+def test_a_model_without_a_norm(tmp_path: Path) -> None:
+    model = Model(tmp_path, (0, 7), "none")
+    running = model.capture.begin(batch(("hsb-a", 0, 5)))
+    for layer in range(LAYERS):
+        running.output(layer, torch.full((5, HIDDEN), float(layer)))
+    running.finish(None, None)
+    model.names()
+    _, tensors = dumpfile.read_dump(tmp_path / "hsb-a.0.safetensors")
+    assert [float(tensors[f"layer_{layer}"][0, 0]) for layer in (0, 7)] == [0.0, 7.0]
+
+
 def test_callbacks_hand_on(model: Model) -> None:
     running = model.capture.begin(batch(("hsb-a", 0, 2)))
     told: list[tuple[torch.Tensor, bool]] = []
