@@ -77,7 +77,7 @@ class StagedCopier:
             )
         size = min(staging, _SLOT_BYTES)
         try:
-            self._slots = [_Slot(device, size) for _ in range(-(-staging // size))]
+            self._slots = [_Slot(device, size) for _number in range(-(-staging // size))]
         except RuntimeError as error:
             raise CaptureRefused(f"{staging} bytes are not to be had on the GPU ({error})", "lower --max-prefill-tokens") from error
         self.device_bytes = size * len(self._slots)
