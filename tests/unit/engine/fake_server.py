@@ -11,11 +11,15 @@ from __future__ import annotations
 import asyncio
 import collections
 import threading
+from pathlib import Path
 from typing import Callable
 
 import dumping
 import torch
 from aiohttp import web
+
+from hs_capture import dumpfile
+from hs_capture.fingerprints import RID_SUFFIX, Signs
 
 LAYERS = (1, 3, 4)
 HIDDEN = 8
@@ -33,8 +37,12 @@ class FakeServer:
     """Serves on a free port in a thread. `behave(rid, input_ids, tries)` names the fault to play, or `ok`.
 
     tries: how often this record was asked for, from 0. Faults: ok, pieces, ids, nan, inf, layer, width, dtype, short,
-    hole, marker, none, and any number as text, which is the HTTP status answered.
+    hole, marker, none, silent (all ranks but 0), and any number as text, which is the HTTP status answered.
     """
+
+    # Tensor parallel ranks, each of which leaves fingerprints, and whether they hold partial sums.
+    ranks = 1
+    partial = False
 
     def __init__(self, dump_dir: str, behave: Callable[[str, list[int], int], str] | None = None, delay: float = 0.0):
         self.dump_dir, self.delay = dump_dir, delay
@@ -122,6 +130,17 @@ class FakeServer:
             tensors["layer_5"] = tensors.pop("layer_4")
         if fault == "width":
             tensors = {k: v if k == "input_ids" else v[:, :-1].contiguous() for k, v in tensors.items()}
-        metadata = {"layers": ",".join(map(str, LAYERS)), "final": "post_norm", "tp_size": "1"}
+        metadata = {"layers": ",".join(map(str, LAYERS)), "final": "post_norm", "tp_size": str(self.ranks)}
         metadata.update(sglang_version="0.5.20", patch_version="1", family="D")
         dumping.write_dump(self.dump_dir, rid, first, tensors, metadata)
+        if rid.startswith(f"hsb-{RID_SUFFIX}"):
+            for rank in range(self.ranks):
+                if fault != "silent" or rank == 0:
+                    self._write_fingerprints(rid, first, rank, tensors)
+
+    def _write_fingerprints(self, rid: str, start: int, rank: int, tensors: dict[str, torch.Tensor]) -> None:
+        signs = Signs()
+        share = 1 + rank / 50 if self.partial else 1.0
+        values = {name: (signs.project(tensor) * share).numpy().tobytes() for name, tensor in tensors.items() if name != "input_ids"}
+        content = dumpfile.encode_fingerprint(rid, start, rank, len(tensors["input_ids"]), values)
+        (Path(self.dump_dir) / dumpfile.fingerprint_name(rid, start, rank)).write_bytes(content)

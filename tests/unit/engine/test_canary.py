@@ -54,6 +54,38 @@ def test_a_failing_canary_says_why_and_leaves_nothing(site, fault, text):
     assert os.listdir(site.dumps) == []
 
 
+@pytest.mark.parametrize("fault", ["ok", "pieces"])
+def test_ranks_that_hold_the_same_states_pass(site, fault):
+    with FakeServer(site.dumps, lambda *_: fault) as server:
+        server.ranks = 4
+        result = run_canary(read_config({**site.config, "url": server.url}))
+    assert result["ok"] and "4 ranks: the farthest state is 0.0e+00 apart" in result["table"][-1]
+    assert os.listdir(site.dumps) == []
+
+
+def test_partial_sums_on_the_ranks_are_found(site):
+    with FakeServer(site.dumps) as server:
+        server.ranks, server.partial = 2, True
+        result = run_canary(read_config({**site.config, "url": server.url}))
+    assert not result["ok"]
+    assert "layer_1 2.0e-02" in result["table"][-2] and "WRONG" in result["table"][-2]
+    assert "all-reduce fusion" in result["table"][-1] and "--enforce-disable-flashinfer-allreduce-fusion" in result["table"][-1]
+
+
+def test_a_rank_that_says_nothing_fails_the_canary(site):
+    with FakeServer(site.dumps, lambda *_: "silent") as server, pytest.raises(Refusal, match="rank 1 of 2 wrote no hsb-fp-"):
+        server.ranks = 2
+        run_canary(read_config({**site.config, "url": server.url}))
+    assert os.listdir(site.dumps) == []
+
+
+def test_without_rids_in_batches_ranks_are_not_asked(site):
+    os.mkdir(os.path.join(site.dumps, "expect"))
+    with FakeServer(site.dumps) as server:
+        server.ranks, server.partial = 2, True
+        assert run_canary(read_config({**site.config, "url": server.url}))["ok"]
+
+
 def test_records_on_either_side_of_the_fusion_limit_are_chosen():
     lengths = np.array([100, 2047, 3000, 2048, 2049, 5, 8192, 900])
     chosen = [int(lengths[record]) for record in choose(lengths)]

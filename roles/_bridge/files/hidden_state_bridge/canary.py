@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The canary: a few records captured alone and then together, before the run begins.
+"""The canary: a few records captured alone and then together, before the run begins, and compared between ranks.
 
 Batching may change a state by rounding only. A row of another request, a partial sum or a stale buffer is far outside.
+Complete states are the same on every tensor parallel rank: each rank writes a few numbers a row, which have to agree.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import time
 from typing import Any
 
 import numpy as np
+
+from hs_capture import dumpfile
+from hs_capture.fingerprints import RID_SUFFIX
 
 from . import dumps
 from .client import Client, RecordRefused, RequestFailed, ServerAway
@@ -25,6 +29,9 @@ FUSION_TOKENS = 2048
 # Relative L2 distance of a row, median and 99th percentile over the rows of a state. In 16 bits a router may choose
 # another expert for a single token, which moves that row far and no other, hence the loose second bound.
 TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (3e-2, 3e-1), "float16": (1e-2, 1e-1)}
+# Relative L2 distance of a row's fingerprints between two ranks, median over the rows of a state. An all-reduce gives every rank
+# the same bits; a partial sum lacks what the other ranks add in the last layer, some per cent of the stream at least.
+AGREEMENT = {"float32": 1e-5, "bfloat16": 2e-3, "float16": 5e-4}
 POLL_SECONDS = 0.005
 
 
@@ -37,39 +44,70 @@ def choose(lengths: np.ndarray) -> list[int]:
     return list(dict.fromkeys(chosen))[:RECORDS]
 
 
-async def _capture(client: Client, config: ExtractConfig, layout: dumps.Layout, record: Record, rid: str) -> dict[str, Any]:
-    """States of one record by tensor name, float32 [tokens, hidden]. Raises as the client and dumps do."""
-    import torch
-
+async def _dump(client: Client, config: ExtractConfig, record: Record, rid: str) -> list[str]:
+    """Paths of the dump's pieces of one record. Raises as the client and dumps do."""
     await dumps.announce(config.dump_dir, rid, record.input_ids, config.request_timeout)
     await client.prefill(rid, record.input_ids)
     deadline = time.monotonic() + config.dump_timeout
     while True:
         pieces = dumps.find(config.dump_dir, rid, len(record.input_ids))
         if pieces is not None:
-            break
+            return pieces
         if time.monotonic() > deadline:
             raise dumps.DumpRejected(f"no whole dump of {rid} in {config.dump_dir}")
         await asyncio.sleep(POLL_SECONDS)
-    states = dumps.load(pieces, rid, record.input_ids, layout)
+
+
+async def _capture(
+    client: Client, config: ExtractConfig, layout: dumps.Layout, record: Record, rid: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """States of one record by tensor name, float32 [tokens, hidden], and the dump's metadata. Raises as the client and dumps do."""
+    import torch
+
+    states = dumps.load(await _dump(client, config, record, rid), rid, record.input_ids, layout)
     result = {}
     for name in states.names:
         result[name] = torch.empty((len(record.input_ids), layout.hidden_size), dtype=torch.float32)
         states.copy_into(name, result[name])
     dumps.remove(config.dump_dir, f"{rid}.")
-    return result
+    return result, states.metadata
+
+
+async def _fingerprints(client: Client, config: ExtractConfig, record: Record, rid: str, ranks: int) -> list[dict[str, np.ndarray]]:
+    """By rank the fingerprints of one record by state, float32 [tokens, values]. Raises as the client and dumps do."""
+    pieces = await _dump(client, config, record, rid)
+    starts = [int(os.path.basename(path).rsplit(".", 2)[1]) for path in pieces]
+    deadline = time.monotonic() + config.dump_timeout
+    found = []
+    for rank in range(ranks):
+        parts: list[dict[str, np.ndarray]] = []
+        for start in starts:
+            name = dumpfile.fingerprint_name(rid, start, rank)
+            while not os.path.exists(os.path.join(config.dump_dir, name)):
+                if time.monotonic() > deadline:
+                    raise dumps.DumpRejected(f"rank {rank} of {ranks} wrote no {name}; read the log of the server for that rank")
+                await asyncio.sleep(POLL_SECONDS)
+            try:
+                parts.append(dumpfile.read_fingerprint(os.path.join(config.dump_dir, name)))
+            except dumpfile.DumpError as error:
+                raise dumps.DumpRejected(str(error)) from error
+        found.append({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+    dumps.remove(config.dump_dir, f"{rid}.")
+    return found
 
 
 def distances(alone: Any, together: Any) -> np.ndarray:
     """Relative L2 distance of each row of two float32 states [tokens, hidden]."""
-    one, other = alone.numpy(), together.numpy()
+    one, other = np.asarray(alone), np.asarray(together)
     return np.linalg.norm(one - other, axis=1) / np.maximum(np.linalg.norm(one, axis=1), 1e-12)
 
 
 async def _run(config: ExtractConfig, dataset: PackedDataset) -> dict[str, Any]:
     layout = dumps.Layout(tuple(config.layers), config.final, config.hidden_size, config.dtype)
     records = [dataset.record(index) for index in choose(dataset.lengths)]
-    stem = f"{config.rid_stem}canary-{os.getpid()}-{time.time_ns()}-"
+    turn = f"{config.run}-canary-{os.getpid()}-{time.time_ns()}-"
+    stem, asking = f"{config.rid_prefix}{turn}", f"{config.rid_prefix}{RID_SUFFIX}{turn}"
+    prints: list[list[dict[str, np.ndarray]]] = []
     try:
         async with Client(config.url, read_key(config.api_key_file), config.request_timeout, len(records)) as client:
             alone = [await _capture(client, config, layout, r, f"{stem}a{r.index}") for r in records]
@@ -79,14 +117,19 @@ async def _run(config: ExtractConfig, dataset: PackedDataset) -> dict[str, Any]:
             for outcome in together:
                 if isinstance(outcome, BaseException):
                     raise outcome
+            ranks = int(alone[0][1].get("tp_size", "1"))
+            # Where batches carry no rid, no request can ask for fingerprints.
+            if ranks > 1 and not dumps.keeps_list(config.dump_dir):
+                prints = [await _fingerprints(client, config, r, f"{asking}{r.index}", ranks) for r in records]
     except (RecordRefused, RequestFailed, ServerAway, dumps.DumpRejected) as error:
         raise Refusal(f"the canary failed on {config.url}: {error}") from error
     finally:
         dumps.remove(config.dump_dir, stem)
+        dumps.remove(config.dump_dir, asking)
     median_bound, tail_bound = TOLERANCE[config.dtype]
     states, ok = [], True
     for name in layout.names:
-        rows = np.concatenate([distances(one[name], other[name]) for one, other in zip(alone, together)])
+        rows = np.concatenate([distances(one[name], other[name]) for (one, _about), (other, _more) in zip(alone, together)])
         median, tail = float(np.median(rows)), float(np.percentile(rows, 99))
         good = median <= median_bound and tail <= tail_bound
         ok &= good
@@ -100,7 +143,29 @@ async def _run(config: ExtractConfig, dataset: PackedDataset) -> dict[str, Any]:
     ]
     if not ok:
         lines.append("states depend on what else is in the batch: see which capture flag of this release is missing")
+    if prints:
+        agree, more = _agreement(prints, AGREEMENT[config.dtype])
+        ok &= agree
+        lines += more
     return {"ok": ok, "records": len(records), "tokens": tokens, "states": states, "table": lines}
+
+
+def _agreement(prints: list[list[dict[str, np.ndarray]]], bound: float) -> tuple[bool, list[str]]:
+    """Whether all ranks hold the same states, and lines that say so. `prints`: of each record, of each rank, by state."""
+    apart = {}
+    for name in prints[0][0]:
+        rows = [distances(record[0][name], other[name]) for record in prints for other in record[1:]]
+        apart[name] = float(np.median(np.concatenate(rows)))
+    wrong = {name: median for name, median in apart.items() if not median <= bound}
+    lines = [f"  {len(prints[0])} ranks: the farthest state is {max(apart.values()):.1e} apart (bound {bound:.0e})"]
+    if wrong:
+        named = ", ".join(f"{name} {median:.1e}" for name, median in wrong.items())
+        lines += [
+            f"  tensor parallel ranks hold different states ({named}): WRONG",
+            "one rank's partial sum is captured, as all-reduce fusion leaves it: start the server with"
+            " --enforce-disable-flashinfer-allreduce-fusion, and report this release",
+        ]
+    return not wrong, lines
 
 
 def run_canary(config: ExtractConfig) -> dict[str, Any]:

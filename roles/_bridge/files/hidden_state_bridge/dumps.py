@@ -65,6 +65,11 @@ def check_directory(path: str) -> None:
         raise ConfigError(f"dump directory {path} is not writable; run: chmod 700 {path}")
 
 
+def keeps_list(directory: str) -> bool:
+    """Whether the server knows requests by its expect list alone (SGLang before 0.5.10)."""
+    return os.path.isdir(os.path.join(directory, expect.DIRECTORY))
+
+
 async def announce(directory: str, rid: str, input_ids: np.ndarray, seconds: float) -> None:
     """Put a request on the server's expect list, where it keeps one (SGLang before 0.5.10, whose batches carry no rid).
 
@@ -72,7 +77,7 @@ async def announce(directory: str, rid: str, input_ids: np.ndarray, seconds: flo
     Raises DumpRejected after that many seconds.
     """
     listed = os.path.join(directory, expect.DIRECTORY)
-    if not os.path.isdir(listed):
+    if not keeps_list(directory):
         return
     entry = os.path.join(listed, expect.entry_name(input_ids.astype("<i8").tobytes()))
     temporary = os.path.join(listed, f".{rid}")
