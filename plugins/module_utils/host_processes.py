@@ -54,9 +54,11 @@ def wait_until_gone(identities, seconds):
 def _read_list(path):
     try:
         with open(path, "rb") as stream:
-            return [os.fsdecode(part) for part in stream.read().split(b"\0") if part]
+            data = stream.read()
     except OSError:
         return None
+    # Each part ends with a zero byte; an argument may be empty.
+    return [os.fsdecode(part) for part in data.split(b"\0")[:-1]] if data.endswith(b"\0") else [os.fsdecode(data)] if data else []
 
 
 def masked(argv):
@@ -70,6 +72,11 @@ def masked(argv):
             word = option + "=********"
         shown.append(word)
     return shown
+
+
+def masked_line(line):
+    """A line of text with the values of key options blotted out."""
+    return " ".join(masked(line.split(" ")))
 
 
 def command_of(pid):
@@ -103,6 +110,29 @@ def process(pid):
         "environment": environment,
         "since": round(time.time() - uptime + started, 2),
     }
+
+
+def parent(pid):
+    """The pid of the parent; None once the process is gone."""
+    fields = _stat_fields(pid)
+    return int(fields[1]) if fields else None
+
+
+def cgroups(pid):
+    """The control group paths of a process, systemd's own or the unified one first; [] once it is gone."""
+    try:
+        with open("/proc/%d/cgroup" % pid, encoding="utf-8", errors="replace") as stream:
+            rows = [line.rstrip("\n").split(":", 2) for line in stream]
+    except OSError:
+        return []
+    rows = [row for row in rows if len(row) == 3]
+    return [path for _number, names, path in sorted(rows, key=lambda row: row[1] not in ("", "name=systemd"))]
+
+
+def same_command(argv):
+    """Processes that run with exactly these arguments."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if is_alive(pid) and _read_list("/proc/%d/cmdline" % pid) == argv]
 
 
 def family_of(pid):

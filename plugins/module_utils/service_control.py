@@ -16,7 +16,9 @@ import signal
 import time
 import xmlrpc.client
 
+from ansible_collections.hidden_state.bridge.plugins.module_utils import container_query as cq
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
 
 _DAEMON_ENVIRONMENT = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR")
@@ -139,6 +141,55 @@ class Supervisor:
         """supervisord is started by the role, so nothing starts with the host."""
 
 
+class Container:
+    """What is told to podman or docker about the operator's container and its capture container."""
+
+    def __init__(self, engine, params):
+        self.engine, self.name = engine, params["name"]
+        self.capture = cq.capture_name(self.name)
+        self.seconds = params["stop_timeout"]
+        path = params["container_command"]
+        self.command = pr.read(path)["command"] if path else []
+
+    def _tell(self, *words):
+        argv = [self.engine, *words]
+        code, out, err = sq.run(argv, timeout=self.seconds + 120)
+        if code != 0:
+            raise sq.ServiceError("%s: %s" % (" ".join(argv[:3]), (err or out).strip()[-500:]))
+
+    def _is_there(self, name):
+        return cq.inspect(self.engine, name) is not None
+
+    def start(self):
+        """Run the capture container where there is a command for one; otherwise start the operator's."""
+        if self._is_there(self.capture):
+            self._tell("rm", "--force", self.capture)
+        if self.command:
+            self._tell(*self.command[1:])
+        else:
+            self._tell("start", self.name)
+
+    def stop(self, _members):
+        for name in (self.capture, self.name):
+            if self._is_there(name):
+                self._tell("stop", "-t", str(self.seconds), name)
+
+    def take_notice(self):
+        if self._is_there(self.capture) and cq.inspect(self.engine, self.capture)["State"].get("Status") != "running":
+            self._tell("rm", "--force", self.capture)
+
+    def refresh(self):
+        """Nothing: a container is made anew for other settings."""
+
+    def is_enabled(self):
+        return None
+
+    def enable(self, wanted):
+        """A restart policy of the operator's container stays as it is."""
+
+
 def of(manager, params):
     """The controls of one service; ``params`` are those of the module managed_service."""
+    if manager in cq.ENGINES:
+        return Container(manager, params)
     return (Systemd if manager == "systemd" else Supervisor)(params)

@@ -13,11 +13,12 @@ from __future__ import annotations
 import http.client
 import os
 import socket
-import subprocess
 import time
 import xmlrpc.client
 
+from ansible_collections.hidden_state.bridge.plugins.module_utils import container_query as cq
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+from ansible_collections.hidden_state.bridge.plugins.module_utils.host_command import ServiceError, run
 
 TAG_VARIABLE = "HIDDEN_STATE_BRIDGE_SERVICE"
 """Environment variable in which a unit hands its process the hash of what the unit says."""
@@ -47,20 +48,7 @@ _SUPERVISOR_STATES = {
 }
 
 
-class ServiceError(Exception):
-    """A service manager cannot be asked, or did not do what it was told."""
-
-
 # -- systemd -----------------------------------------------------------------------------------------
-
-
-def run(argv, timeout=60, environment=None):
-    """(return code, standard output, standard error) of a short command; ServiceError where it cannot run."""
-    try:
-        done = subprocess.run(argv, capture_output=True, timeout=timeout, check=False, env=environment)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ServiceError("%s: %s" % (" ".join(argv), error)) from error
-    return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
 
 
 def unit_name(name):
@@ -203,8 +191,8 @@ def resolve_manager(manager):
     """``auto`` is systemd where systemd is running this host, supervisor elsewhere."""
     if manager == "auto":
         return "systemd" if os.path.isdir("/run/systemd/system") else "supervisor"
-    if manager not in ("systemd", "supervisor"):
-        raise ServiceError("unknown service manager %r: systemd or supervisor" % manager)
+    if manager not in ("systemd", "supervisor", *cq.ENGINES):
+        raise ServiceError("unknown service manager %r: systemd or supervisor, podman or docker" % manager)
     return manager
 
 
@@ -217,6 +205,8 @@ def query(manager, name, state_dir=DEFAULT_STATE_DIR):
     Raises ServiceError where the manager cannot be asked.
     """
     manager = resolve_manager(manager)
+    if manager in cq.ENGINES:
+        return cq.query(manager, name)
     found = _query_systemd(name) if manager == "systemd" else _query_supervisor(name, state_dir)
     seen = hp.process(found["pid"]) if found["pid"] else None
     pids = set(hp.family_of(found["pid"])) if seen else set()
@@ -246,6 +236,8 @@ def log_tail(manager, name, state_dir=DEFAULT_STATE_DIR, lines=40, pid=None, sin
     That start is told by its main process ``pid`` (supervisor) or its time ``since`` (systemd, seconds since the epoch);
     without them it is the last one.
     """
+    if manager in cq.ENGINES:
+        return cq.log_tail(manager, name, lines)
     if resolve_manager(manager) == "systemd":
         argv = ["journalctl", "--output=cat", "--no-pager", "--lines=%d" % lines]
         if since:

@@ -75,6 +75,27 @@ def server_info(url, api_key=None, timeout=30):
     raise Unreachable("/server_info answered %d" % status)
 
 
+def requests_in_flight(url, api_key=None, timeout=10):
+    """How many requests a server runs or holds waiting; None where it does not answer or its release cannot tell."""
+    # The older path is still there in releases that have both, and logs a warning.
+    for path in ("/v1/loads", "/get_load"):
+        try:
+            status, answer = request(url, path, api_key, timeout=timeout)
+            found = json.loads(answer.decode("utf-8")) if status == 200 else None
+        except (Unreachable, ValueError):
+            return None
+        loads = found.get("loads") if isinstance(found, dict) else found
+        if isinstance(loads, list):
+            return sum(_requests_of(load) for load in loads if isinstance(load, dict))
+    return None
+
+
+def _requests_of(load):
+    if "num_reqs" in load:
+        return int(load["num_reqs"])
+    return int(load.get("num_running_reqs") or 0) + int(load.get("num_waiting_reqs") or 0)
+
+
 # (pattern in the log, what to do about it); the first that is found is told.
 _HINTS = (
     (r"unrecognized arguments?: (.+)", "this release does not know {0}: take it out of the server's arguments"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: managed_service
-short_description: Bring one service under systemd or supervisor to a state, judged by its running process
+short_description: Bring one service of a service manager or container engine to a state, judged by its running process
 version_added: 0.1.0
 description:
   - Starts, restarts or stops a service whose unit or program file already lies on the host.
@@ -38,16 +38,24 @@ options:
   manager:
     description: Service manager; V(auto) is systemd where systemd runs the host, supervisor elsewhere.
     type: str
-    choices: [auto, systemd, supervisor]
+    choices: [auto, systemd, supervisor, podman, docker]
     default: auto
   state_dir:
     description: Directory of the collection's state on the host; supervisord's socket lies under it.
     type: path
     default: /var/lib/hidden_state_bridge
   tag:
-    description: Hash of everything the unit says; a process that carries another one is restarted.
+    description:
+      - Hash of everything the unit says; a process that carries another one is restarted.
+      - Empty for a service of the operator's without a layer of ours; a process that carries a hash is restarted then.
     type: str
     default: ''
+  launch:
+    description: File on the host that says with which arguments and environment the process has to run, in the place of O(tag).
+    type: path
+  container_command:
+    description: File on the host that holds the command of the capture container. Without it the operator's own container is started.
+    type: path
   command:
     description: Arguments the process is meant to have; only to say in what a running process differs.
     type: list
@@ -82,6 +90,9 @@ options:
     type: list
     elements: str
     default: []
+  visible_gpus:
+    description: Value of C(CUDA_VISIBLE_DEVICES) of the service; not given means all GPUs.
+    type: str
   secrets:
     description: Words that are blotted out of everything this module returns.
     type: list
@@ -121,45 +132,19 @@ port_holders:
   elements: dict
 """
 
-import os
 import time
 
 from ansible.module_utils.basic import AnsibleModule
 
+from ansible_collections.hidden_state.bridge.plugins.module_utils import gpu_processes as gpus
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_control
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
-
-# A server needs longer than this from its start until it imports a model file, and the start time in /proc
-# is that exact only as long as nobody sets the clock.
-CLOCK_SLACK = 2.0
+from ansible_collections.hidden_state.bridge.plugins.module_utils.service_reasons import restart_reasons
 
 # Orphans of a process group that the manager has ended need a moment to be reaped.
 REAP_SECONDS = 10.0
-
-
-def restart_reasons(service, tag, command, newer_than):
-    """Why a running process is not the one that is wanted; [] where it is."""
-    environment = service["environment"]
-    if environment is None:
-        return ["the environment of process %s cannot be read, so its settings are unknown" % service["pid"]]
-    reasons = []
-    if tag and environment.get(sq.TAG_VARIABLE) != tag:
-        has, wanted = hp.masked(service["argv"]), hp.masked(command)
-        more = [word for word in wanted if word not in has]
-        less = [word for word in has if word not in wanted]
-        if command and (more or less):
-            reasons.append("runs with other arguments: lacks [%s], has [%s]" % (" ".join(more), " ".join(less)))
-        else:
-            reasons.append("runs with other settings than wanted")
-    for path in newer_than:
-        try:
-            written = os.stat(path).st_mtime
-        except OSError:
-            continue
-        if service["since"] + CLOCK_SLACK < written:
-            reasons.append("was started before %s was written" % path)
-    return reasons
 
 
 class Worker:
@@ -201,6 +186,12 @@ class Worker:
     def stop(self, before):
         """Stop, and prove it."""
         members = [one for one in map(hp.identity, before["processes"]) if one]
+        environment = before["environment"] or {}
+        own = {pid for pid, _start in members}
+        at_work = gpus.compute_processes()
+        used = {one["gpu"] for one in at_work if one["pid"] in own} or gpus.gpus_of(environment)
+        # Who shares a GPU with a running server by the operator's will may go on.
+        strangers = {one["pid"] for one in at_work} - own
         self.control.stop(members)
         if not hp.wait_until_gone(members, REAP_SECONDS):
             left = [{"pid": pid, "command": hp.command_of(pid)} for pid, _start in hp.living(members)]
@@ -211,11 +202,26 @@ class Worker:
                 self.holders(),
                 "End these processes, then run again",
             )
+        self.prove_gpus_free(lambda: gpus.left_on(used, strangers), "stopped, but its GPUs are still used")
+
+    def prove_gpus_free(self, ask, message):
+        """The driver lets go of a process a moment after its end."""
+        deadline = time.monotonic() + REAP_SECONDS
+        while True:
+            left = ask()
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                self.fail_listing(message, left, "End these processes, then run again")
+            time.sleep(0.5)
 
     def start(self):
         holders = self.holders()
         if holders:
             self.fail_listing("port %d is taken" % self.params["port"], holders, "Stop that process or give the service another port")
+        visible = self.params["visible_gpus"]
+        own_gpus = gpus.gpus_of({"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {})
+        self.prove_gpus_free(lambda: gpus.orphans_on(own_gpus), "not started, as workers of an earlier server hold its GPUs")
         try:
             self.control.start()
         except sq.ServiceError as error:
@@ -251,7 +257,8 @@ class Worker:
         if before["state"] != "running" or before["pid"] is None:
             self.result["reasons"] = ["is %s" % before["state"]]
         else:
-            self.result["reasons"] = restart_reasons(before, self.params["tag"], self.params["command"], self.params["newer_than"])
+            launch = pr.read(self.params["launch"]) if self.params["launch"] else None
+            self.result["reasons"] = restart_reasons(before, self.params["tag"], self.params["command"], self.params["newer_than"], launch)
         return "restart" if self.result["reasons"] else "none"
 
     def set_enabled(self):
@@ -316,9 +323,11 @@ def main():
                 "choices": ["query", "started", "restarted", "stopped", "reloaded"],
                 "default": "query",
             },
-            "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor"], "default": "auto"},
+            "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor", "podman", "docker"], "default": "auto"},
             "state_dir": {"type": "path", "default": sq.DEFAULT_STATE_DIR},
             "tag": {"type": "str", "default": ""},
+            "launch": {"type": "path"},
+            "container_command": {"type": "path"},
             "command": {"type": "list", "elements": "str", "default": []},
             "newer_than": {"type": "list", "elements": "path", "default": []},
             "host": {"type": "str", "default": ""},
@@ -327,17 +336,18 @@ def main():
             "timeout": {"type": "int", "default": 30},
             "stop_timeout": {"type": "int", "default": 120},
             "supervisord": {"type": "list", "elements": "str", "default": []},
+            "visible_gpus": {"type": "str"},
             "secrets": {"type": "list", "elements": "str", "default": [], "no_log": True},
         },
         supports_check_mode=True,
     )
     try:
         worker = Worker(module)
-    except sq.ServiceError as error:
+    except (sq.ServiceError, pr.RecordError) as error:
         module.fail_json(msg=str(error))
     try:
         worker.run()
-    except sq.ServiceError as error:
+    except (sq.ServiceError, pr.RecordError) as error:
         # With what was begun, so that a caller knows what to take back.
         module.fail_json(msg="%s: %s" % (module.params["name"], error), **worker.result)
 

@@ -34,7 +34,7 @@ options:
   manager:
     description: Service manager; V(auto) is systemd where systemd runs the host, supervisor elsewhere.
     type: str
-    choices: [auto, systemd, supervisor]
+    choices: [auto, systemd, supervisor, podman, docker]
     default: auto
   state_dir:
     description: Directory of the collection's state on the host.
@@ -110,12 +110,14 @@ problems:
   elements: str
 """
 
+import urllib.parse
+
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
+from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_flags as sf
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_probe as probe
-from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_release as sr
 
 
 def failed(params, why):
@@ -150,12 +152,34 @@ def process_end(params):
     return "the server is %s%s" % (service["state"], detail)
 
 
+def key_of(pid):
+    """The API key that a server of the operator's was started with; "" for none."""
+    seen = hp.process(pid) if pid else None
+    return (sf.last_value(seen["argv"], "--api-key") or "") if seen else ""
+
+
+def usurper(params):
+    """A message where another process than the service's listens on its port, so that answers would be of another server; else ""."""
+    port = urllib.parse.urlsplit(params["url"]).port
+    if not params["name"] or not params["pid"] or not port:
+        return ""
+    own = hp.family_of(params["pid"])
+    for holder in hp.port_holders(port):
+        if holder["pid"] is not None and holder["pid"] not in own:
+            return "port %d is held by process %d (%s), not by this server. End that process" % (port, holder["pid"], holder["command"])
+    return ""
+
+
 def look(params):
     """One probe."""
     ended = process_end(params)
     if ended:
         return failed(params, ended)
-    url, key, limit = params["url"], params["api_key"], params["request_timeout"]
+    url, limit = params["url"], params["request_timeout"]
+    key = params["api_key"] or key_of(params["pid"])
+    taken = usurper(params)
+    if taken:
+        return failed(params, taken)
     health, detail = probe.health(url, key, limit)
     if health == "down":
         return waiting("loading, no answer yet")
@@ -168,10 +192,10 @@ def look(params):
         if trouble:
             return waiting("/health is 200, but %s" % trouble)
     try:
-        facts = sr.server_facts(probe.server_info(url, key, limit))
+        facts = sf.server_facts(probe.server_info(url, key, limit))
     except (probe.Unreachable, ValueError) as error:
         return waiting("/health is 200, but its settings cannot be read: %s" % error)
-    problems = sr.capture_problems(facts, params["arguments"]) if params["capture"] else []
+    problems = sf.capture_problems(facts, params["arguments"]) if params["capture"] else []
     result = {"state": "ready", "line": "ready", "message": "", "log_tail": []}
     if problems:
         result["state"] = "failed"
@@ -185,7 +209,7 @@ def main():
         argument_spec={
             "url": {"type": "str", "required": True},
             "name": {"type": "str", "default": ""},
-            "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor"], "default": "auto"},
+            "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor", "podman", "docker"], "default": "auto"},
             "state_dir": {"type": "path", "default": sq.DEFAULT_STATE_DIR},
             "pid": {"type": "int"},
             "since": {"type": "float"},

@@ -10,8 +10,8 @@ module: sglang_info
 short_description: Tell which SGLang a host has, what it serves and in which mode
 version_added: 0.1.0
 description:
-  - Reads the release from the server's interpreter without importing SGLang, the model's shape from its config, the state
-    of the service from its manager and its process, and asks C(/health).
+  - Finds who runs the server, reads the release from the server's interpreter without importing SGLang, the model's shape from its
+    config, the state of the service from its manager and its process, and asks C(/health).
   - Names the arguments and the environment with which a server of this release captures hidden states.
 author:
   - hidden_state.bridge contributors (@hidden-state-bridge)
@@ -24,11 +24,14 @@ attributes:
     support: none
 options:
   python:
-    description: Interpreter that runs SGLang.
+    description: Interpreter that runs SGLang. Without it that of a server that was found.
     type: path
-    required: true
+  pythonpath:
+    description: Value of C(PYTHONPATH) with which O(python) finds SGLang.
+    type: str
+    default: ''
   model:
-    description: Directory of the model. Without it nothing is said about the model.
+    description: Directory of the model. Without it that of a server that was found, else nothing is said about the model.
     type: path
   host:
     description: Address that the server listens on.
@@ -39,9 +42,13 @@ options:
     type: int
     default: 30000
   manager:
-    description: Service manager; V(auto) is systemd where systemd runs the host, supervisor elsewhere.
+    description:
+      - V(systemd) and V(supervisor) for a service made from the inventory, V(unit) for a systemd unit of the operator's, V(process) for a
+        server started by hand, V(podman) and V(docker) for a container.
+      - V(auto) finds out by the port, by what was recorded, and by the name; else it is systemd where systemd runs the host, supervisor
+        elsewhere.
     type: str
-    choices: [auto, systemd, supervisor]
+    choices: [auto, systemd, supervisor, unit, process, podman, docker]
     default: auto
   name:
     description: Name of the server's service.
@@ -56,7 +63,12 @@ options:
     type: str
     default: ''
   arguments:
-    description: Arguments of the operator's that RV(contradictions) is about.
+    description: Arguments of the operator's, for a service made from the inventory; those of a found server are read from it.
+    type: list
+    elements: str
+    default: []
+  extra_arguments:
+    description: Arguments of the operator's for capture mode only.
     type: list
     elements: str
     default: []
@@ -77,9 +89,37 @@ release:
   type: str
   sample: 0.5.20
 python:
-  description: Interpreter asked.
+  description: Interpreter that runs SGLang.
   returned: always
   type: str
+manager:
+  description: Who runs the server, of the choices of O(manager).
+  returned: always
+  type: str
+found:
+  description: Whether the server was found, and is not a service made from the inventory.
+  returned: always
+  type: bool
+package:
+  description: Directory of SGLang where it runs; in a container, the one inside.
+  returned: always
+  type: str
+model_path:
+  description: Directory of the model on the host.
+  returned: always
+  type: str
+patched:
+  description: Whether RV(model_file) holds the patch.
+  returned: always
+  type: bool
+user:
+  description: User and group numbers that a running server has, and V(ipc_at_risk), why its files in C(/dev/shm) can vanish.
+  returned: when the server runs
+  type: dict
+memory:
+  description: Memory limit of a running server's control group and what is used of it, V(limit) and V(used), in bytes.
+  returned: when there is a limit
+  type: dict
 models_dir:
   description: Directory of SGLang's model files.
   returned: always
@@ -107,15 +147,25 @@ config_file:
   description: Whether this release reads arguments from a file (C(--config)).
   returned: always
   type: bool
+capture_keeps:
+  description: The operator's arguments without those that capture takes away.
+  returned: when RV(found) is false
+  type: list
+  elements: str
+capture_differences:
+  description: How a capture server differs, a line each, with its reason.
+  returned: always
+  type: list
+  elements: str
 contradictions:
-  description: What in O(arguments) capture cannot work with, each with its remedy.
+  description: What in the operator's arguments capture cannot work with, each with its remedy.
   returned: always
   type: list
   elements: str
 service:
   description:
     - V(state) (running, starting, stopping, stopped, failed, absent), V(pid), V(since) (seconds since the epoch),
-      V(argv), V(environment) (only the variables SGLANG_HS_*), V(mode) (serving, capture, unknown), V(manager).
+      V(argv), V(environment) (only the variables SGLANG_HS_*), V(mode) (serving, capture, unknown), V(manager), V(uptime) (seconds).
   returned: always
   type: dict
 health:
@@ -133,65 +183,87 @@ port_holders:
   elements: dict
 """
 
-import json
 import os
+import time
 
 from ansible.module_utils.basic import AnsibleModule
 
+from ansible_collections.hidden_state.bridge.plugins.module_utils import host_limits as limits
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
+from ansible_collections.hidden_state.bridge.plugins.module_utils import server_found as found
+from ansible_collections.hidden_state.bridge.plugins.module_utils import server_place as place_of
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
+from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_flags as sf
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_probe as probe
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_release as sr
 from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture.layers import default_layers
 
 SHOWN_PREFIX = "SGLANG_HS_"
 GATE = "SGLANG_HS_DUMP_DIR"
+PATCH_MARK = b"# hidden_state.bridge begin "
 
 
-def service_facts(found):
+def service_facts(seen):
     """What may be shown of a service, and its mode."""
-    environment = found["environment"]
-    mode = "unknown" if found["pid"] is None or environment is None else "capture" if environment.get(GATE) else "serving"
-    facts = {key: found[key] for key in ("manager", "name", "state", "pid", "since", "detail")}
-    facts["argv"] = hp.masked(found["argv"])
+    environment = seen["environment"]
+    mode = "unknown" if seen["pid"] is None or environment is None else "capture" if environment.get(GATE) else "serving"
+    facts = {key: seen[key] for key in ("manager", "name", "state", "pid", "since", "detail")}
+    facts["argv"] = hp.masked(seen["argv"])
     facts["environment"] = {key: value for key, value in (environment or {}).items() if key.startswith(SHOWN_PREFIX)}
     facts["mode"] = mode
+    facts["uptime"] = round(time.time() - seen["since"]) if seen["since"] else None
     return facts
 
 
-def state_before(params):
-    """The state that the role sglang_server recorded, or None."""
-    path = os.path.join(params["state_dir"], "server", params["name"], "before.json")
+def is_patched(path):
+    """Whether a model file holds the patch."""
     try:
-        with open(path, encoding="utf-8") as stream:
-            return json.load(stream)["state"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise sq.ServiceError("%s: cannot be read (%s). Remove it to forget the state before" % (path, error)) from error
+        with open(path, "rb") as stream:
+            return PATCH_MARK in stream.read()
+    except OSError:
+        return False
 
 
 def gather(params):
     """Everything this module returns."""
-    place = sr.installation(params["python"])
-    service = sq.query(params["manager"], params["name"], params["state_dir"])
+    located = found.locate(params)
+    service = found.service_of(located, params)
+    is_found = located["manager"] in found.FOUND
+    place = place_of.found_place(located, service, params) if is_found else place_of.own_place(params)
+    arguments = place["arguments"] + params["extra_arguments"]
+    release = place["release"]
+    key = params["api_key"] or sf.last_value(service["argv"], "--api-key")
     strangers = [holder for holder in hp.port_holders(params["port"], params["host"]) if holder["pid"] not in service["processes"]]
     result = {
-        "release": place["release"],
-        "python": params["python"],
+        "release": release,
+        "python": place["python"],
+        "package": place["package"],
         "models_dir": place["models"],
         "model_file": os.path.join(place["models"], "deepseek_v2.py"),
-        "capture_args": sr.capture_arguments(place["release"]),
-        "capture_environment": sr.capture_environment(place["release"]),
-        "config_file": sr.reads_config_file(place["release"]),
-        "contradictions": sr.contradictions(params["arguments"]),
-        "service": service_facts(service),
-        "health": probe.health("http://%s:%d" % (params["host"], params["port"]), params["api_key"])[0],
-        "before": state_before(params),
+        "model_path": place["model"],
+        "manager": located["manager"],
+        "found": is_found,
+        "capture_args": sf.capture_arguments(release),
+        "capture_environment": sf.capture_environment(release),
+        "capture_differences": [hp.masked_line(line) for line in sf.capture_differences(place["arguments"], release)],
+        "config_file": sf.reads_config_file(release),
+        "contradictions": sf.contradictions(arguments),
+        "service": dict(service_facts(service), name=located["service"] or params["name"]),
+        "health": probe.health("http://%s:%d" % (params["host"], params["port"]), key)[0],
+        "before": found.state_before(params["state_dir"], params["name"]),
         "port_holders": strangers,
     }
-    if params["model"]:
-        result["model"] = sr.model_facts(params["model"])
+    result["patched"] = is_patched(result["model_file"])
+    if not is_found:
+        result["capture_keeps"] = sf.without_taken(params["arguments"])[0]
+    if service["pid"] is not None:
+        result["user"] = limits.user_of(service["pid"])
+        memory = limits.memory_of(service["pid"])
+        if memory:
+            result["memory"] = memory
+    if place["model"]:
+        result["model"] = sr.model_facts(place["model"])
         try:
             result["model"]["default_layers"] = default_layers(result["model"]["num_hidden_layers"])
         except ValueError:
@@ -202,21 +274,23 @@ def gather(params):
 def main():
     module = AnsibleModule(
         argument_spec={
-            "python": {"type": "path", "required": True},
+            "python": {"type": "path"},
+            "pythonpath": {"type": "str", "default": ""},
             "model": {"type": "path"},
             "host": {"type": "str", "default": "127.0.0.1"},
             "port": {"type": "int", "default": 30000},
-            "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor"], "default": "auto"},
+            "manager": {"type": "str", "choices": list(found.MANAGERS), "default": "auto"},
             "name": {"type": "str", "default": "sglang"},
             "state_dir": {"type": "path", "default": sq.DEFAULT_STATE_DIR},
             "api_key": {"type": "str", "default": "", "no_log": True},
             "arguments": {"type": "list", "elements": "str", "default": []},
+            "extra_arguments": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,
     )
     try:
         module.exit_json(changed=False, **gather(module.params))
-    except (sr.ReleaseError, sq.ServiceError) as error:
+    except (sr.ReleaseError, sq.ServiceError, pr.RecordError) as error:
         module.fail_json(msg=str(error))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""When a running process is replaced, and what the module does about it."""
+"""What the module does to bring a service to a state, and what it proves."""
 
 from __future__ import annotations
 
@@ -9,49 +9,7 @@ import socket
 import pytest
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
-from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
 from ansible_collections.hidden_state.bridge.plugins.modules import managed_service
-
-
-def running(**changed):
-    service = {"pid": 7, "since": 1000.0, "argv": ["python", "--a"], "environment": {sq.TAG_VARIABLE: "right"}}
-    return dict(service, **changed)
-
-
-def test_a_right_process_is_left_alone(tmp_path):
-    old = tmp_path / "model.py"
-    old.write_text("")
-    os.utime(old, (999, 999))
-    assert managed_service.restart_reasons(running(), "right", ["python", "--a"], [str(old), str(tmp_path / "none")]) == []
-
-
-def test_other_arguments_are_told():
-    (reason,) = managed_service.restart_reasons(running(), "wrong", ["python", "--b"], [])
-    assert "lacks [--b], has [--a]" in reason
-
-
-def test_other_settings_are_told():
-    (reason,) = managed_service.restart_reasons(running(), "wrong", ["python", "--a"], [])
-    assert reason == "runs with other settings than wanted"
-
-
-def test_a_process_of_someone_else_is_not_taken_for_ours():
-    assert managed_service.restart_reasons(running(environment={}), "right", [], [])
-    (reason,) = managed_service.restart_reasons(running(environment=None), "right", [], [])
-    assert "cannot be read" in reason
-
-
-def test_a_file_written_after_the_start(tmp_path):
-    patched = tmp_path / "model.py"
-    patched.write_text("")
-    os.utime(patched, (1001, 1001))
-    assert managed_service.restart_reasons(running(), "right", [], [str(patched)]) == []
-    os.utime(patched, (1010, 1010))
-    (reason,) = managed_service.restart_reasons(running(), "right", [], [str(patched)])
-    assert str(patched) in reason
-
-
-# -- the module as a whole, with a manager that does what it is told ------------------------------------
 
 
 class Outcome(Exception):
@@ -71,7 +29,7 @@ class FakeModule:
     def __init__(self, check_mode=False, **params):
         defaults = {"name": "sglang", "state": "started", "manager": "supervisor", "state_dir": "/nowhere", "tag": "right"}
         more = {"command": [], "newer_than": [], "host": "", "port": 0, "enabled": None, "timeout": 1, "stop_timeout": 1}
-        self.params = {**defaults, **more, "supervisord": [], **params}
+        self.params = {**defaults, **more, "supervisord": [], "launch": None, "container_command": None, "visible_gpus": None, **params}
         self.check_mode = check_mode
 
     def exit_json(self, **values):
@@ -178,3 +136,25 @@ def test_a_port_that_a_stop_does_not_free_is_told(monkeypatch):
         listener.listen()
         outcome = work(monkeypatch, FakeManager(), state="stopped", port=listener.getsockname()[1])
     assert outcome.failed and "has to be stopped by hand" in outcome.values["msg"]
+
+
+# -- GPUs ---------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_a_stop_leaves_on_the_gpus_is_told(monkeypatch, child):
+    rows = [{"pid": child.pid, "gpu": "GPU-a", "command": "python"}, {"pid": 77, "gpu": "GPU-a", "command": "monitor"}]
+    left = {"pid": 99, "gpu": "GPU-a", "command": "sglang::scheduler"}
+    manager = FakeManager(child)
+    monkeypatch.setattr(managed_service.gpus, "compute_processes", lambda: [rows[1], left] if manager.told else rows)
+    outcome = work(monkeypatch, manager, state="stopped")
+    assert outcome.failed and "its GPUs are still used: pid 99: sglang::scheduler" in outcome.values["msg"]
+    assert "monitor" not in outcome.values["msg"]
+
+
+def test_a_server_is_not_started_into_what_an_earlier_one_left(monkeypatch):
+    rows = [{"pid": 2**22 + 1, "gpu": "GPU-a", "command": "sglang::scheduler"}]
+    monkeypatch.setattr(managed_service.gpus, "compute_processes", lambda: rows)
+    manager = FakeManager()
+    outcome = work(monkeypatch, manager)
+    assert outcome.failed and "not started" in outcome.values["msg"] and "sglang::scheduler" in outcome.values["msg"]
+    assert manager.told == []

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""How much longer a server is away when the playbook restarts it than by hand.
+
+make bench NAME=downtime
+
+In a container with systemd and the real SGLang on its CPU (scenario `server` of molecule), pairs in turn: `systemctl restart` and a
+loop on /health, then the role's stop and start of the same unit. Both are timed alike: from the first moment at which nobody listens
+on the port to the first 200 of /health, by the clock of the container; the playbook's also to the end of its own wait. The last line is one
+JSON object: `overhead_s` is the median over the pairs of playbook (to the end of its wait) less by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+CONTAINER = "hsb-server"
+ENGINE = os.environ.get("HSB_CONTAINER_ENGINE", "podman")
+# Prints when the port is left, and when /health is 200 again.
+WATCH = """
+import socket, time, urllib.request
+def listens():
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", 30000)) == 0
+while listens():
+    time.sleep(0.02)
+print("away", time.time(), flush=True)
+while True:
+    try:
+        if urllib.request.urlopen("http://127.0.0.1:30000/health", timeout=30).status == 200:
+            break
+    except OSError:
+        time.sleep(0.1)
+print("back", time.time(), flush=True)
+"""
+PLAY = """
+- name: Stop and start
+  hosts: sglang
+  gather_facts: true
+  tasks:
+    - name: Stop
+      ansible.builtin.include_role: {name: hidden_state.bridge.sglang_server}
+      vars: {sglang_server_state: stopped}
+    - name: Start
+      ansible.builtin.include_role: {name: hidden_state.bridge.sglang_server}
+      vars: {sglang_server_state: restored}
+"""
+
+
+def inside(*words: str, **options) -> subprocess.Popen:
+    return subprocess.Popen([ENGINE, "exec", CONTAINER, *words], text=True, stdout=subprocess.PIPE, **options)
+
+
+def away(restart) -> tuple[float, float]:
+    """Seconds from port left to /health 200, and to the end of ``restart``, which blocks until it holds the server for ready."""
+    with inside("python3", "-c", WATCH) as watch:
+        time.sleep(1)
+        restart()
+        end = time.time()
+        times = dict(line.split() for line in watch.communicate(timeout=900)[0].splitlines())
+    left, back = float(times["away"]), float(times["back"])
+    return back - left, max(end, back) - left
+
+
+def by_hand() -> None:
+    loop = "systemctl restart operators; until curl -sf http://127.0.0.1:30000/health >/dev/null 2>&1; do sleep 1; done"
+    if subprocess.run([ENGINE, "exec", CONTAINER, "which", "curl"], stdout=subprocess.DEVNULL, check=False).returncode:
+        ask = 'import urllib.request as u; u.urlopen(\\"http://127.0.0.1:30000/health\\", timeout=30)'
+        loop = f'systemctl restart operators; until python3 -c "{ask}" >/dev/null 2>&1; do sleep 1; done'
+    subprocess.run([ENGINE, "exec", CONTAINER, "sh", "-c", loop], check=True)
+
+
+def by_playbook(playbook: Path, inventory: str) -> None:
+    environment = {**os.environ, "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "playbooks/collections")}
+    subprocess.run([BIN / "ansible-playbook", playbook, "-i", inventory], env=environment, cwd=ROOT, check=True, stdout=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--inventory", help="of a container that is there already; otherwise molecule makes one and removes it")
+    options = parser.parse_args()
+    made = options.inventory is None
+    if made:
+        for step in ("create", "prepare"):
+            subprocess.run([BIN / "molecule", step, "--scenario-name", "server"], cwd=ROOT, check=True, stdout=sys.stderr)
+        found = sorted(Path.home().glob(".ansible/tmp/molecule.*.server/inventory"), key=lambda path: path.stat().st_mtime)
+        options.inventory = str(found[-1])
+    playbook = ROOT / ".cache" / "downtime.yml"
+    playbook.write_text(PLAY)
+    pairs = []
+    try:
+        for number in range(options.pairs):
+            manual = away(by_hand)
+            play = away(lambda: by_playbook(playbook, options.inventory))
+            pairs.append({"by_hand_s": round(manual[1], 2), "playbook_s": round(play[1], 2), "playbook_health_s": round(play[0], 2)})
+            print(f"pair {number + 1}: {json.dumps(pairs[-1])}", flush=True)
+    finally:
+        playbook.unlink()
+        if made:
+            subprocess.run([BIN / "molecule", "destroy", "--scenario-name", "server"], cwd=ROOT, check=False, stdout=sys.stderr)
+    overhead = statistics.median(pair["playbook_s"] - pair["by_hand_s"] for pair in pairs)
+    figures = {
+        "overhead_s": round(overhead, 2),
+        "by_hand_s": statistics.median(pair["by_hand_s"] for pair in pairs),
+        "playbook_s": statistics.median(pair["playbook_s"] for pair in pairs),
+        "pairs": pairs,
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+# Copyright (c) hidden_state.bridge contributors
+# GNU General Public License v3.0+ (see LICENSES/GPL-3.0-or-later.txt or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Which SGLang server a host has, and who started it.
+
+PRIVATE to the collection. A server is **ours** (manager systemd or supervisor: its unit or program is made from the inventory),
+or it was **found**: the operator's own systemd unit (manager ``unit``), a process started by hand (``process``), or a container
+(``podman``, ``docker``). What a found server was started with is recorded before it is stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+from ansible_collections.hidden_state.bridge.plugins.module_utils import container_query as cq
+from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
+from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
+from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import server_on
+
+OURS = ("systemd", "supervisor")
+FOUND = ("unit", "process", *cq.ENGINES)
+MANAGERS = ("auto", *OURS, *FOUND)
+
+OUR_MARK = "# Written by hidden_state.bridge"
+
+# Units that processes started by hand end up in.
+_LOGINS = re.compile(
+    r"^(ssh|sshd|ssh@.*|sshd@.*|cron|crond|atd|user@\d+|getty@.*|.*-getty@.*|console-getty|slurmd|supervisor|supervisord)\.service$"
+)
+_UNIT = re.compile(r"(?:^|/)([^/]+\.service)(?:/|$)")
+
+
+def unit_of(pid):
+    """The systemd unit that runs a process as its own; "" for none, and for units that only hold logins."""
+    for path in hp.cgroups(pid):
+        names = _UNIT.findall(path)
+        if names:
+            return "" if _LOGINS.match(names[-1]) else names[-1]
+    return ""
+
+
+def record_path(state_dir, name):
+    """Where the record of a found server lies; ``name`` is the one of the inventory."""
+    return os.path.join(state_dir, "server", name, "found.json")
+
+
+def before_path(state_dir, name):
+    """Where the state lies that a server had before it was first changed."""
+    return os.path.join(state_dir, "server", name, "before.json")
+
+
+def state_before(state_dir, name):
+    """The state that the role sglang_server recorded, or None."""
+    path = before_path(state_dir, name)
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return json.load(stream)["state"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise sq.ServiceError("%s: cannot be read (%s). Remove it to forget the state before" % (path, error)) from error
+
+
+def unit_is_ours(name):
+    """Whether a unit was written from the inventory; None where there is no such unit."""
+    try:
+        code, out, _err = sq.run(["systemctl", "show", sq.unit_name(name), "--property=FragmentPath", "--value"])
+    except sq.ServiceError:
+        return None
+    path = out.strip()
+    if code != 0 or not path:
+        return None
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read(200).startswith(OUR_MARK)
+    except OSError:
+        return False
+
+
+def _default():
+    return sq.resolve_manager("auto")
+
+
+def locate(params):
+    """Who runs the server that ``params`` (manager, name, host, port, state_dir) describe.
+
+    Returns ``manager``, ``service`` (the name that this manager has for it), ``pid`` (of the server; None where it does not run or
+    is ours) and ``recorded`` (whether the answer is from a record). Raises ServiceError for a server that cannot be handled.
+    """
+    manager, name, state_dir = params["manager"], params["name"], params["state_dir"]
+    recorded = pr.read(record_path(state_dir, name))
+    if manager in OURS:
+        return {"manager": manager, "service": name, "pid": None, "recorded": False}
+    if manager in FOUND:
+        pid = server_on(params["port"], params["host"])
+        if recorded and recorded["manager"] == manager:
+            service = recorded["service"]
+        else:
+            service = name
+        return {"manager": manager, "service": service, "pid": pid, "recorded": bool(recorded)}
+    return _locate_by_facts(params, recorded)
+
+
+def _locate_by_facts(params, recorded):
+    name, state_dir = params["name"], params["state_dir"]
+    pid = server_on(params["port"], params["host"])
+    ours = sq.query(_default(), name, state_dir)
+    is_ours = ours["state"] != "absent" and (_default() == "supervisor" or unit_is_ours(name) is not False)
+    if recorded and recorded["manager"] == "process" and is_ours and (pid is None or pid in ours["processes"]):
+        return {"manager": "process", "service": name, "pid": pid, "recorded": True}
+    if recorded and recorded["manager"] != "process" and (pid is None or _belongs(pid, recorded)):
+        return {"manager": recorded["manager"], "service": recorded["service"], "pid": pid, "recorded": True}
+    if is_ours and (ours["processes"] or pid is None):
+        return {"manager": _default(), "service": name, "pid": None, "recorded": False}
+    if pid is not None:
+        return dict(_owner(pid), pid=pid, recorded=False)
+    if recorded:
+        return {"manager": recorded["manager"], "service": recorded["service"], "pid": None, "recorded": True}
+    if _default() == "systemd" and unit_is_ours(name) is False:
+        return {"manager": "unit", "service": name, "pid": None, "recorded": False}
+    for engine in cq.ENGINES:
+        if cq.inspect(engine, name):
+            return {"manager": engine, "service": name, "pid": None, "recorded": False}
+    return {"manager": _default(), "service": name, "pid": None, "recorded": False}
+
+
+def _belongs(pid, recorded):
+    """Whether a server's process is that of a recorded unit or container."""
+    owner = _owner(pid)
+    return owner["manager"] == recorded["manager"] and owner["service"] in (recorded["service"], cq.capture_name(recorded["service"]))
+
+
+def _owner(pid):
+    """Manager and service of a running server's process."""
+    container = cq.container_of(pid)
+    if container:
+        return container
+    unit = unit_of(pid)
+    if unit:
+        return {"manager": "unit", "service": unit[: -len(".service")]}
+    return {"manager": "process", "service": ""}
+
+
+def service_of(located, params):
+    """What a located server's service is doing, as of service_query.query."""
+    name, state_dir = params["name"], params["state_dir"]
+    if located["manager"] in cq.ENGINES:
+        return cq.query(located["manager"], located["service"])
+    if located["manager"] == "unit":
+        return sq.query("systemd", located["service"], state_dir)
+    if located["manager"] in OURS:
+        return sq.query(located["manager"], name, state_dir)
+    managed = sq.query(_default(), name, state_dir)
+    if located["pid"] is None or located["pid"] in managed["processes"]:
+        return managed
+    seen = hp.process(located["pid"])
+    return {
+        "manager": "process",
+        "name": name,
+        "state": "running" if seen else "stopped",
+        "pid": located["pid"] if seen else None,
+        "since": seen["since"] if seen else None,
+        "argv": seen["argv"] if seen else [],
+        "environment": seen["environment"] if seen else None,
+        "processes": hp.family_of(located["pid"]) if seen else [],
+        "detail": "",
+    }

@@ -1,0 +1,214 @@
+# Copyright (c) hidden_state.bridge contributors
+# GNU General Public License v3.0+ (see LICENSES/GPL-3.0-or-later.txt or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Records of found servers, and what is laid so that such a server captures.
+
+PRIVATE to the collection. Everything that is laid lies under /run, so that a reboot takes it away, and is readable by root only: it
+repeats the operator's arguments and environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+from ansible_collections.hidden_state.bridge.plugins.module_utils import container_query as cq
+from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
+from ansible_collections.hidden_state.bridge.plugins.module_utils import server_found as found
+from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
+from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_flags as sf
+from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import is_server
+
+RUN_DIR = "/run/hidden_state_bridge"
+UNITS_DIR = "/run/systemd/system"
+DROPIN = "50-hidden-state-bridge.conf"
+
+
+# -- records --------------------------------------------------------------------------------------------
+
+
+def make_record(located, service):
+    """What a found server is started with, as it runs or, where it does not run, as its manager says."""
+    manager = located["manager"]
+    if service["pid"] is not None:
+        record = pr.record(service["pid"])
+        main = hp.process(_main_pid(located)) if manager == "unit" else None
+        if main and main["environment"] is not None:
+            # What a wrapper script of the unit changed before it started the server.
+            inside, outside = record["environment"], main["environment"]
+            record["added"] = {key: value for key, value in inside.items() if outside.get(key) != value}
+            record["removed"] = sorted(set(outside) - set(inside))
+    elif manager == "unit":
+        record = _unit_as_written(located["service"])
+    elif manager in cq.ENGINES:
+        record = _container_as_made(manager, located["service"])
+    else:
+        raise pr.RecordError("no SGLang server runs there, and none was recorded: start it as you do, then run again")
+    return dict(record, manager=manager, service=located["service"])
+
+
+def _main_pid(located):
+    code, out, _err = sq.run(["systemctl", "show", sq.unit_name(located["service"]), "--property=MainPID", "--value"])
+    return int(out.strip() or 0) if code == 0 else 0
+
+
+def _unit_as_written(name):
+    """The command of a unit that does not run; systemctl shows it without saying where a word ends, so the bus is asked."""
+    unit = sq.unit_name(name)
+    path = "/org/freedesktop/systemd1/unit/" + "".join(one if one.isalnum() else "_%02x" % ord(one) for one in unit)
+    # systemd answers for a unit that it has loaded.
+    sq.run(["systemctl", "show", unit, "--property=LoadState"])
+    argv = ["busctl", "get-property", "--json=short", "org.freedesktop.systemd1", path, "org.freedesktop.systemd1.Service", "ExecStart"]
+    code, out, err = sq.run(argv)
+    if code != 0:
+        raise pr.RecordError("%s: its ExecStart cannot be read (%s)" % (unit, err.strip()[-200:]))
+    commands = json.loads(out)["data"]
+    words = commands[0][1] if len(commands) == 1 else []
+    if not is_server(words) or any("$" in word for word in words):
+        raise pr.RecordError(
+            "%s does not run, and its ExecStart does not say all of the server's arguments: start it, then run again" % unit
+        )
+    code, out, _err = sq.run(["systemctl", "show", unit, "--property=User", "--value"])
+    return {"argv": words, "executable": commands[0][0], "environment": {}, "user": {"name": out.strip() or "root"}}
+
+
+def _container_as_made(engine, name):
+    facts = cq.inspect(engine, name)
+    if not facts:
+        raise pr.RecordError("%s has no container %s" % (engine, name))
+    cq.refuse(engine, facts)
+    config = facts["Config"]
+    entry = config.get("Entrypoint") or []
+    words = ([entry] if isinstance(entry, str) else list(entry)) + list(config.get("Cmd") or [])
+    if not is_server(words):
+        raise pr.RecordError(
+            "container %s does not run, and its command does not say the server's arguments: start it, then run again" % name
+        )
+    environment = dict(pair.split("=", 1) for pair in config.get("Env") or [] if "=" in pair)
+    return {"argv": words, "executable": words[0], "environment": environment, "user": {}}
+
+
+def python_of(record):
+    """The interpreter of a recorded server; "" where its program is none."""
+    return record["executable"] if "python" in os.path.basename(record["executable"]) else ""
+
+
+def model_of(record):
+    """The model path among the arguments of a recorded server; "" for none."""
+    return sf.last_value(record["argv"], "--model-path", "--model") or ""
+
+
+# -- layers ---------------------------------------------------------------------------------------------
+
+
+def capture_argv(record, arguments):
+    """The whole command in capture mode: the operator's without what capture takes away, then ``arguments``."""
+    return record["argv"][:1] + sf.without_taken(record["argv"][1:])[0] + list(arguments)
+
+
+def tag_of(*parts):
+    """A hash that a process carries in its environment; equal hashes, equal process."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _systemd_word(word):
+    for plain, escaped in (("\\", "\\\\"), ('"', '\\"'), ("$", "$$"), ("%", "%%"), ("\n", "\\n"), ("\t", "\\t")):
+        word = word.replace(plain, escaped)
+    return '"%s"' % word
+
+
+def _environment_line(key, value):
+    for plain in ("\\", '"', "$", "`"):
+        value = value.replace(plain, "\\" + plain)
+    return '%s="%s"\n' % (key, value)
+
+
+def unit_files(service):
+    """Drop-in and environment file of a unit's layer."""
+    return os.path.join(UNITS_DIR, sq.unit_name(service) + ".d", DROPIN), os.path.join(RUN_DIR, service + ".environment")
+
+
+def unit_layer(record, argv, environment, tag):
+    """Paths and contents of the files that make a unit of the operator's capture."""
+    dropin, variables = unit_files(record["service"])
+    layer = dict(record.get("added") or {}, **environment)
+    layer[sq.TAG_VARIABLE] = tag
+    lines = [
+        "# capture: written by hidden_state.bridge on top of the unit; gone after a reboot.",
+        "[Service]",
+        "Type=exec",
+        "PIDFile=",
+        "EnvironmentFile=" + variables,
+    ]
+    lines += ["UnsetEnvironment=" + name for name in record.get("removed") or []]
+    lines += ["ExecStart=", "ExecStart=" + " ".join(map(_systemd_word, [record["executable"]] + argv[1:]))]
+    text = "".join(_environment_line(key, layer[key]) for key in sorted(layer))
+    return {dropin: "\n".join(lines) + "\n", variables: text}
+
+
+def lay_files(files, check_mode=False):
+    """Write files for root alone; returns whether one changed."""
+    changed = False
+    for path, content in files.items():
+        if not check_mode:
+            os.makedirs(os.path.dirname(path), mode=0o755 if path.startswith(UNITS_DIR) else 0o700, exist_ok=True)
+            changed = pr.write(path, content) or changed
+        elif not os.path.exists(path):
+            changed = True
+    return changed
+
+
+def take_files(paths, check_mode=False):
+    """Remove files; returns whether one was there."""
+    there = [path for path in paths if os.path.exists(path)]
+    for path in [] if check_mode else there:
+        os.unlink(path)
+    return bool(there)
+
+
+def container_files(service):
+    """Command and environment file of a capture container."""
+    return os.path.join(RUN_DIR, service + ".container.json"), os.path.join(RUN_DIR, service + ".container.env")
+
+
+def source_copy(service):
+    """Where the model source of a container's image lies on the host, to be patched and mounted."""
+    return os.path.join(RUN_DIR, "containers", service, "sglang")
+
+
+def container_layer(record, argv, environment, tag, package):
+    """Paths and contents of the files that make a server in a container capture. ``package`` is SGLang's directory inside."""
+    engine, service = record["manager"], record["service"]
+    facts = cq.inspect(engine, service)
+    if not facts:
+        raise pr.RecordError("%s has no container %s" % (engine, service))
+    cq.refuse(engine, facts)
+    command_file, variables = container_files(service)
+    copy = source_copy(service)
+    model_file = "srt/models/deepseek_v2.py"
+    dumps = environment["SGLANG_HS_DUMP_DIR"]
+    mounts = [
+        (os.path.join(copy, model_file), os.path.join(package, model_file), True),
+        (os.path.join(copy, "srt/hs_capture"), os.path.join(package, "srt/hs_capture"), True),
+        (dumps, dumps, False),
+    ]
+    layer = dict(record["environment"], **environment)
+    layer[sq.TAG_VARIABLE] = tag
+    command = cq.capture_command(engine, facts, argv, variables, mounts)
+    return {command_file: {"command": command}, variables: cq.environment_text(layer)}
+
+
+def process_files(state_dir, name):
+    """Launch files of a server that was started by hand: as it was, and in capture mode."""
+    home = os.path.join(state_dir, "services", name)
+    return os.path.join(home, "serving.json"), os.path.join(home, "capture.json")
+
+
+def read_record(state_dir, name):
+    """The record of a found server; RecordError where there is none."""
+    record = pr.read(found.record_path(state_dir, name))
+    if record is None:
+        raise pr.RecordError("%s: nothing is recorded there" % found.record_path(state_dir, name))
+    return record

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A server that was started by hand: recorded, replaced for the capture, given back as it was; and what goes wrong with one."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from stand_in_site import StandInSite, changed
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory):
+    """The service manager's environment, made once for all."""
+    return tmp_path_factory.mktemp("code")
+
+
+@pytest.fixture
+def site(code):
+    site = StandInSite(code)
+    yield site
+    site.close()
+
+
+def arguments_of(pid: int) -> list[str]:
+    return [word for word in pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0") if word]
+
+
+def test_a_server_that_was_started_by_hand(site):
+    secret = "sk-never-to-be-seen"
+    site.variables["sglang_server_api_key"] = secret
+    site.start(site.command("--enable-mixed-chunk", "--api-key", secret, "--tp=1"))
+    by_hand = site.seen()
+    output = site.play("serving", "-vvv")
+    assert changed(output) == 0 and site.seen() == by_hand and secret not in output
+
+    output = site.play("capture", "-vvv")
+    assert secret not in output
+    words = arguments_of(site.pid())
+    assert "--enable-mixed-chunk" not in words and words[-3:] == ["--chunked-prefill-size", "-1", "--disable-prefill-cuda-graph"]
+    assert "- --enable-mixed-chunk (decode rows are mixed into a prefill)" in output
+    capturing = site.seen()
+    assert set(capturing["environment"]) - set(by_hand["environment"]) == {f"SGLANG_HS_DUMP_DIR={site.directory}/dumps".encode()}
+    pid = site.pid()
+    assert changed(site.play("capture")) == 0 and site.pid() == pid
+
+    site.play("restored")
+    assert site.seen() == by_hand
+    pid = site.pid()
+    assert changed(site.play("serving")) == 0 and site.pid() == pid
+    assert changed(site.play("restored")) == 0 and site.pid() == pid
+
+    # And once more from there: it is the same server still, under a service manager now.
+    site.play("stopped")
+    assert site.pid() is None
+    assert changed(site.play("stopped")) == 0
+    site.play("restored")
+    assert site.seen() == by_hand
+
+    private = [path for path in (site.directory / "state").rglob("*") if path.is_file() and secret in path.read_text(errors="replace")]
+    assert len(private) >= 3
+    assert {stat.S_IMODE(path.stat().st_mode) for path in private if path.suffix == ".json"} == {0o600}
+    for path in private:
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 or stat.S_IMODE((site.directory / "state").stat().st_mode) == 0o700
+
+
+def test_a_wrapper_that_starts_it_again_is_noticed(site):
+    wrapper = site.directory / "wrapper.sh"
+    command = " ".join(f"'{word}'" for word in site.command())
+    wrapper.write_text(f"while :; do {command}; sleep 1; done\n")
+    site.start(["/bin/sh", str(wrapper)])
+    first = site.pid()
+    output = site.play("stopped", fails=True)
+    assert "started the server again" in output and str(wrapper) in output
+    assert site.pid() not in (None, first)
+
+
+def test_a_server_that_ignores_sigterm_is_killed(site):
+    site.start(site.command(), STAND_IN="deaf")
+    site.play("stopped")
+    assert site.pid() is None
+
+
+def test_what_another_process_holds_is_no_server(site):
+    site.ours()
+    script = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', %d)); s.listen(); time.sleep(600)" % site.port
+    with subprocess.Popen([sys.executable, "-c", script]) as holder:
+        output = site.play("capture", fails=True)
+        holder.kill()
+    assert f"port {site.port} is taken: pid {holder.pid}" in output
+
+
+@pytest.mark.parametrize(
+    "arguments, named", [(["--enable-dp-attention"], "--enable-dp-attention"), (["--tp", "2", "--dp-size", "2"], "--dp-size")]
+)
+def test_contradictions_are_refused_before_anything_stops(site, arguments, named):
+    site.start(site.command("--enable-dp-attention") if named == "--enable-dp-attention" else site.command())
+    site.variables["sglang_server_extra_capture_args"] = [] if named == "--enable-dp-attention" else arguments
+    pid = site.pid()
+    output = site.play("capture", fails=True)
+    assert "capture cannot work with" in output and named in output
+    assert site.pid() == pid and os.path.exists(f"/proc/{pid}")
+
+
+def test_a_capture_that_does_not_come_up_gives_the_server_back(site):
+    site.start(site.command(), STAND_IN_CAPTURE="die=1 ready=5")
+    by_hand = site.seen()
+    output = site.play("capture", fails=True)
+    assert "not enough GPU memory" in output and "died" in output
+    assert site.pid() is None
+    site.play("restored")
+    assert site.seen() == by_hand
+
+
+def test_the_record_survives_a_controller_that_went_away(site):
+    site.start(site.command())
+    by_hand = site.seen()
+    site.play("stopped")
+    assert json.loads(site.record().read_text())["manager"] == "process"
+    # The next run knows of it by the record alone.
+    site.play("capture")
+    site.play("restored")
+    assert site.seen() == by_hand

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""extract.yml on a server that does not come up in capture mode: the host fails by name, and the old server answers, patch out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from stand_in_site import StandInSite
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory):
+    return tmp_path_factory.mktemp("code")
+
+
+@pytest.fixture
+def site(code):
+    site = StandInSite(code)
+    yield site
+    site.close()
+
+
+def is_back(site, output: str, before: dict, pristine: bytes) -> None:
+    """What every drill ends with."""
+    assert "one                        : " in output and "failed=1" in output
+    assert "This host is as it was before: patch out, server serving" in output
+    assert site.model_file.read_bytes() == pristine
+    assert site.seen() == before
+
+
+# Name: (how the server behaves in capture mode, variables, what the failure says).
+DRILLS = {
+    "a flag that the release does not know": ("", {"sglang_server_extra_capture_args": ["--no-such-flag"]}, "does not know --no-such-flag"),
+    "a wrong model path": ("", {"sglang_server_extra_capture_args": ["--model-path", "/nowhere"]}, "model path is wrong"),
+    "a server that dies": ("die=2 ready=600", {}, "not enough GPU memory"),
+    "/health answers 503 for ever": ("health=503", {"sglang_server_health_timeout": 5}, "not ready within 5 s"),
+    "/generate hangs": ("generate=hang", {"sglang_server_health_timeout": 5}, "not ready within 5 s"),
+}
+
+
+@pytest.mark.parametrize("drill", DRILLS)
+def test_the_old_server_is_back_after(site, drill):
+    behaviour, variables, said = DRILLS[drill]
+    site.variables.update(variables)
+    site.start(site.command(), STAND_IN_CAPTURE=behaviour)
+    before, pristine = site.seen(), site.model_file.read_bytes()
+    output = site.run("playbooks/extract.yml", fails=True)
+    assert said in output
+    is_back(site, output, before, pristine)
+
+
+def test_a_port_that_is_taken_between_stop_and_start(site):
+    """Another process waits for the port to become free; it is named, and once it is gone the next run repairs the host."""
+    site.start(site.command())
+    before, pristine = site.seen(), site.model_file.read_bytes()
+    script = (
+        "import socket, time\n"
+        "s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+        "while True:\n"
+        "    try:\n"
+        "        s.bind(('127.0.0.1', %d)); s.listen(); break\n"
+        "    except OSError: time.sleep(0.01)\n"
+        "time.sleep(1000)\n"
+    ) % site.port
+    with subprocess.Popen([sys.executable, "-c", script]) as thief:
+        output = site.run("playbooks/extract.yml", fails=True)
+        assert f"{thief.pid}" in output and "THIS HOST IS NOT AS IT WAS BEFORE" in output
+        assert f"Port {site.port}: held by process {thief.pid}" in output
+        assert "ansible-playbook serve.yml" in output and "launch.py" in output
+        thief.kill()
+    site.play("restored")
+    assert site.seen() == before and site.model_file.read_bytes() == pristine
+
+
+def test_a_controller_that_is_killed_between_stop_and_start(site):
+    site.start(site.command(), STAND_IN_CAPTURE="ready=600")
+    before = site.seen()
+    with site.begin("playbooks/extract.yml") as running:
+        for line in running.stdout:
+            if "Wait until the server is ready" in line or "loading, no answer yet" in line:
+                break
+        os.killpg(running.pid, signal.SIGKILL)
+    assert site.pid() is None
+    site.variables["sglang_server_health_timeout"] = 5
+    output = site.run("playbooks/extract.yml", fails=True)
+    assert "This host is as it was before" in output
+    assert site.seen() == before

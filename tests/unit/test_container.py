@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Servers in containers: whose they are, how the capture container is run, and what an engine is told."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ansible_collections.hidden_state.bridge.plugins.module_utils import container_query as cq
+from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+from ansible_collections.hidden_state.bridge.plugins.module_utils import service_control, service_query
+
+ID = "0123456789abcdef" * 4
+DOCKER = {
+    "Name": "/sglang",
+    "Image": "sha256:aaaa",
+    "State": {"Status": "running", "Pid": 0, "ExitCode": 0},
+    "Config": {
+        "Env": ["PATH=/usr/bin", "HF_TOKEN=secret"],
+        "Entrypoint": ["/opt/nvidia/entrypoint.sh"],
+        "Cmd": ["python3", "-m", "sglang.launch_server"],
+        "User": "",
+        "WorkingDir": "/sgl-workspace",
+        "Labels": {},
+        "Hostname": "gpu-01",
+    },
+    "HostConfig": {
+        "NetworkMode": "host",
+        "PortBindings": {},
+        "AutoRemove": False,
+        "IpcMode": "host",
+        "ShmSize": 67108864,
+        "Runtime": "nvidia",
+        "CapAdd": ["IPC_LOCK"],
+        "SecurityOpt": ["seccomp=unconfined"],
+        "Ulimits": [{"Name": "memlock", "Soft": -1, "Hard": -1}],
+        "DeviceRequests": [{"Driver": "", "Count": -1, "DeviceIDs": None, "Capabilities": [["gpu"]]}],
+    },
+    "Mounts": [
+        {"Type": "bind", "Source": "/data/models", "Destination": "/models", "RW": False},
+        {"Type": "volume", "Name": "cache", "Source": "/var/lib/docker/volumes/cache", "Destination": "/root/.cache", "RW": True},
+    ],
+}
+PODMAN = {
+    "Name": "sglang",
+    "Image": "bbbb",
+    "State": {"Status": "running", "Pid": 0, "ExitCode": 0},
+    "Config": {
+        "Env": ["container=podman"],
+        "Entrypoint": ["python3"],
+        "Cmd": ["-m", "sglang.launch_server"],
+        "User": "1000:1000",
+        "CreateCommand": ["podman", "run", "--device", "nvidia.com/gpu=all", "--name=sglang", "--gpus=all", "image"],
+        "Hostname": "abc",
+    },
+    "HostConfig": {
+        "NetworkMode": "bridge",
+        "PortBindings": {"30000/tcp": [{"HostIp": "127.0.0.1", "HostPort": "30000"}], "8000/tcp": [{"HostIp": "", "HostPort": "8001"}]},
+        "IpcMode": "private",
+        "PidMode": "private",
+        "ShmSize": 1073741824,
+        "Devices": [{"PathOnHost": "/dev/nvidia0", "PathInContainer": "/dev/nvidia0"}],
+        "Tmpfs": {"/scratch": "size=1g"},
+        "Init": True,
+    },
+    "Mounts": [],
+}
+ARGV = ["python3", "-m", "sglang.launch_server", "--model-path", "/models/k", "--disable-radix-cache"]
+MOUNTS = [("/run/x/deepseek_v2.py", "/sgl/srt/models/deepseek_v2.py", True), ("/dev/shm/hs", "/dev/shm/hs", False)]
+
+
+def test_a_container_of_docker_with_gpus():
+    words = cq.capture_command("docker", DOCKER, ARGV, "/run/x.env", MOUNTS)
+    assert words == [
+        *("docker", "run", "--detach", "--name", "sglang-hsb-capture", "--restart", "no", "--env-file", "/run/x.env"),
+        *("--network", "host", "--ipc", "host", "--cap-add", "IPC_LOCK", "--security-opt", "seccomp=unconfined", "--runtime", "nvidia"),
+        *("--ulimit", "memlock=-1:-1", "--gpus", "all", "--volume", "/data/models:/models:ro", "--volume", "cache:/root/.cache"),
+        *("--volume", "/run/x/deepseek_v2.py:/sgl/srt/models/deepseek_v2.py:ro", "--volume", "/dev/shm/hs:/dev/shm/hs"),
+        *("--workdir", "/sgl-workspace", "--entrypoint", "python3", "sha256:aaaa", *ARGV[1:]),
+    ]
+
+
+def test_chosen_gpus():
+    facts = dict(DOCKER, HostConfig=dict(DOCKER["HostConfig"], DeviceRequests=[{"DeviceIDs": ["0", "3"], "Capabilities": [["gpu"]]}]))
+    words = cq.capture_command("docker", facts, ARGV, "/e", [])
+    assert words[words.index("--gpus") + 1] == '"device=0,3"'
+
+
+def test_a_container_of_podman():
+    words = cq.capture_command("podman", PODMAN, ARGV, "/run/x.env", [])
+    assert words == [
+        *("podman", "run", "--detach", "--name", "sglang-hsb-capture", "--restart", "no", "--env-file", "/run/x.env"),
+        *("--network", "bridge", "--publish", "127.0.0.1:30000:30000/tcp", "--publish", "8001:8000/tcp", "--hostname", "abc"),
+        *("--init", "--shm-size", "1073741824", "--device", "nvidia.com/gpu=all", "--gpus", "all", "--tmpfs", "/scratch:size=1g"),
+        *("--user", "1000:1000", "--entrypoint", "python3", "bbbb", *ARGV[1:]),
+    ]
+
+
+def test_variables_of_a_container():
+    assert (
+        cq.environment_text({"B": 'with "quotes" and $', "A": "1", "HOSTNAME": "x", "container": "podman"})
+        == 'A=1\nB=with "quotes" and $\n'
+    )
+    with pytest.raises(service_query.ServiceError, match="variable A of the container holds a line break"):
+        cq.environment_text({"A": "one\ntwo"})
+
+
+def test_a_path_in_a_container_is_found_on_the_host():
+    assert cq.outside_path(DOCKER, "/models/k/config.json") == "/data/models/k/config.json"
+    assert cq.outside_path(DOCKER, "/models") == "/data/models"
+    assert cq.outside_path(DOCKER, "/modelsx") is None
+
+
+@pytest.mark.parametrize(
+    "label, named",
+    [
+        ("com.docker.compose.project", "compose project"),
+        ("io.podman.compose.project", "compose project"),
+        ("io.kubernetes.pod.name", "Kubernetes pod"),
+        ("com.docker.swarm.service.name", "swarm service"),
+        ("PODMAN_SYSTEMD_UNIT", "systemd unit"),
+    ],
+)
+def test_owners_that_would_not_let_a_container_stop_are_named(label, named):
+    facts = dict(DOCKER, Config=dict(DOCKER["Config"], Labels={label: "prod"}))
+    with pytest.raises(service_query.ServiceError, match="container sglang belongs to the %s prod: " % named):
+        cq.refuse("docker", facts)
+
+
+def test_a_container_that_a_stop_would_remove():
+    with pytest.raises(service_query.ServiceError, match="--rm"):
+        cq.refuse("docker", dict(DOCKER, HostConfig=dict(DOCKER["HostConfig"], AutoRemove=True)))
+
+
+# -- which container a process is in ----------------------------------------------------------------------
+
+
+def groups(monkeypatch, of_process, of_init=("/init.scope",)):
+    monkeypatch.setattr(hp, "cgroups", lambda pid: list(of_init) if pid == 1 else list(of_process))
+    monkeypatch.setattr(cq, "inspect", lambda engine, reference: dict(DOCKER) if (engine, reference) == ("docker", ID) else None)
+
+
+@pytest.mark.parametrize("path", ["/system.slice/docker-%s.scope", "/docker/%s", "/machine.slice/libpod-%s.scope/container"])
+def test_a_process_in_a_container(monkeypatch, path):
+    groups(monkeypatch, [path % ID])
+    assert cq.container_of(7) == {"manager": "docker", "service": "sglang"}
+
+
+def test_a_process_of_the_host(monkeypatch):
+    groups(monkeypatch, ["/system.slice/sglang.service"])
+    assert cq.container_of(7) is None
+
+
+def test_a_host_that_is_a_container_itself(monkeypatch):
+    groups(monkeypatch, ["/libpod_parent/libpod-%s/system.slice/sglang.service" % ID], ["/libpod_parent/libpod-%s/init.scope" % ID])
+    assert cq.container_of(7) is None
+    groups(monkeypatch, ["/libpod_parent/libpod-%s" % ID], ["/libpod_parent/libpod-%s/init.scope" % ID])
+    assert cq.container_of(7) is None
+
+
+def test_a_pod_of_kubernetes_is_named(monkeypatch):
+    groups(monkeypatch, ["/kubepods.slice/kubepods-burstable.slice/cri-containerd-%s.scope" % ID])
+    with pytest.raises(service_query.ServiceError, match="Kubernetes pod"):
+        cq.container_of(7)
+
+
+# -- what an engine is told -------------------------------------------------------------------------------
+
+ENGINE = """#!/usr/bin/env python3
+import json, os, pathlib, sys
+here = pathlib.Path(__file__).parent
+with open(here / "told", "a") as told:
+    told.write(json.dumps(sys.argv[1:]) + "\\n")
+state = json.loads((here / "state").read_text())
+words = sys.argv[1:]
+if words[:2] == ["container", "inspect"]:
+    if words[2] not in state:
+        sys.exit("Error: no such container " + words[2])
+    print(json.dumps([state[words[2]]]))
+elif words[0] == "stop":
+    state[words[-1]]["State"] = {"Status": "exited", "Pid": 0, "ExitCode": 0}
+elif words[0] == "start":
+    state[words[-1]]["State"] = {"Status": "running", "Pid": 0, "ExitCode": 0}
+elif words[0] == "rm":
+    del state[words[-1]]
+elif words[0] == "run":
+    name = words[words.index("--name") + 1]
+    state[name] = dict(state["sglang"], Name=name, State={"Status": "running", "Pid": 0, "ExitCode": 0})
+elif words[0] == "logs":
+    print("line of", words[-1])
+(here / "state").write_text(json.dumps(state))
+"""
+
+
+class Engine:
+    """A recorded engine of the name `podman`; ``command`` is the file with the capture container's command."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        program = directory / "podman"
+        program.write_text(ENGINE)
+        program.chmod(0o755)
+        (directory / "state").write_text(json.dumps({"sglang": PODMAN}))
+        self.command = directory / "command.json"
+        self.command.write_text(json.dumps({"command": cq.capture_command("podman", PODMAN, ARGV, "/run/x.env", MOUNTS)}))
+
+    def control(self, capture: bool) -> service_control.Container:
+        params = {"name": "sglang", "stop_timeout": 7, "container_command": str(self.command) if capture else None}
+        return service_control.of("podman", params)
+
+    def told(self) -> list[list[str]]:
+        """What it was told since the last time, questions left out."""
+        path = self.directory / "told"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        path.write_text("")
+        return [line for line in lines if line[:2] != ["container", "inspect"]]
+
+    def names(self) -> dict[str, str]:
+        return {name: one["State"]["Status"] for name, one in json.loads((self.directory / "state").read_text()).items()}
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "%s%s%s" % (tmp_path, os.pathsep, os.environ["PATH"]))
+    return Engine(tmp_path)
+
+
+def test_capture_and_back(engine):
+    control = engine.control(capture=True)
+    control.stop([])
+    assert engine.told() == [["stop", "-t", "7", "sglang"]]
+    control.start()
+    (told,) = engine.told()
+    assert told[:5] == ["run", "--detach", "--name", "sglang-hsb-capture", "--restart"] and "bbbb" in told
+    # The operator's container is kept.
+    assert engine.names() == {"sglang": "exited", "sglang-hsb-capture": "running"}
+    assert cq.query("podman", "sglang")["state"] == "running"
+
+    control.start()
+    assert [words[0] for words in engine.told()] == ["rm", "run"]
+
+    back = engine.control(capture=False)
+    back.stop([])
+    assert engine.told() == [["stop", "-t", "7", "sglang-hsb-capture"], ["stop", "-t", "7", "sglang"]]
+    back.start()
+    assert engine.told() == [["rm", "--force", "sglang-hsb-capture"], ["start", "sglang"]]
+    assert engine.names() == {"sglang": "running"}
+
+
+def test_a_capture_container_that_ended_is_taken_away(engine):
+    control = engine.control(capture=True)
+    control.start()
+    control.stop([])
+    assert service_query.log_tail("podman", "sglang") == ["line of sglang-hsb-capture"]
+    engine.told()
+    control.take_notice()
+    assert engine.told() == [["rm", "--force", "sglang-hsb-capture"]]
+    assert cq.query("podman", "sglang")["state"] == "stopped"
+
+
+def test_no_such_container_and_no_such_engine(engine):
+    assert cq.query("podman", "other")["state"] == "absent"
+    assert cq.inspect("no-engine-of-that-name", "sglang") is None
