@@ -35,6 +35,15 @@ def user_of(pid):
     return {"uid": about.st_uid, "gid": about.st_gid, "name": name, "ipc_at_risk": ipc_risk(about.st_uid, name)}
 
 
+def user_named(name):
+    """The same for the user that a server is to run as."""
+    try:
+        about = pwd.getpwnam(name)
+    except KeyError:
+        return {"uid": None, "gid": None, "name": name, "ipc_at_risk": ""}
+    return {"uid": about.pw_uid, "gid": about.pw_gid, "name": name, "ipc_at_risk": ipc_risk(about.pw_uid, name)}
+
+
 def _last_system_uid():
     try:
         with open(LOGIN_DEFS, encoding="utf-8", errors="replace") as stream:

@@ -64,8 +64,8 @@ def executable(argv, environment, directory):
     return shutil.which(argv[0], path=environment.get("PATH") or os.defpath) or ""
 
 
-def record(pid):
-    """All that a living process was started with.
+def record(pid, inside=False):
+    """All that a living process was started with; ``inside`` a container its program is not looked for.
 
     ``argv``, ``executable``, ``environment``, ``directory``, ``user`` (``uid``, ``gid``, ``groups``), ``umask``, ``limits``, ``nice``.
     Raises RecordError where a part of it cannot be read.
@@ -92,7 +92,7 @@ def record(pid):
         }
     except (OSError, KeyError, ValueError) as error:
         raise RecordError("process %d cannot be recorded (%s): run as root, or as its user" % (pid, error)) from error
-    found["executable"] = executable(found["argv"], found["environment"], directory)
+    found["executable"] = found["argv"][0] if inside else executable(found["argv"], found["environment"], directory)
     if not found["executable"]:
         raise RecordError("process %d was started as %r, which is not to be found on its PATH any more" % (pid, found["argv"][0]))
     return found

@@ -33,7 +33,7 @@ def make_record(located, service):
     """What a found server is started with, as it runs or, where it does not run, as its manager says."""
     manager = located["manager"]
     if service["pid"] is not None:
-        record = pr.record(service["pid"])
+        record = pr.record(service["pid"], inside=manager in cq.ENGINES)
         main = hp.process(_main_pid(located)) if manager == "unit" else None
         if main and main["environment"] is not None:
             # What a wrapper script of the unit changed before it started the server.
@@ -189,11 +189,9 @@ def container_layer(record, argv, environment, tag, package):
     copy = source_copy(service)
     model_file = "srt/models/deepseek_v2.py"
     dumps = environment["SGLANG_HS_DUMP_DIR"]
-    mounts = [
-        (os.path.join(copy, model_file), os.path.join(package, model_file), True),
-        (os.path.join(copy, "srt/hs_capture"), os.path.join(package, "srt/hs_capture"), True),
-        (dumps, dumps, False),
-    ]
+    # The patcher lays the runtime beside the file that it patches.
+    parts = [part for part in (model_file, "srt/hs_capture") if os.path.exists(os.path.join(copy, part))]
+    mounts = [(os.path.join(copy, part), os.path.join(package, part), True) for part in parts] + [(dumps, dumps, False)]
     layer = dict(record["environment"], **environment)
     layer[sq.TAG_VARIABLE] = tag
     command = cq.capture_command(engine, facts, argv, variables, mounts)

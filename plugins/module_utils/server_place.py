@@ -78,6 +78,9 @@ def _container_place(located, record, model, params):
             except sq.ServiceError:
                 if part == _COPIED[0]:
                     raise
+        place["release"] = place["release"] or sr.release_in(copy)
+        if not place["release"]:
+            raise sr.ReleaseError("container %s: neither package metadata nor version.py gives a release of its SGLang" % name)
         pr.write(kept, place)
     outside = cq.outside_path(facts, model) if model else None
     return {
@@ -98,6 +101,6 @@ def _ask_inside(engine, name, facts, record):
     if code != 0:
         raise sr.ReleaseError("container %s: %s" % (name, err.strip()[-500:]))
     answer = json.loads(out.splitlines()[-1])
-    if not answer["package"] or not answer["version"]:
-        raise sr.ReleaseError("container %s: %s there has no SGLang, or it does not say its release" % (name, program))
+    if not answer["package"]:
+        raise sr.ReleaseError("container %s: %s there has no SGLang" % (name, program))
     return {"package": answer["package"], "release": answer["version"]}

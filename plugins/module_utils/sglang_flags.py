@@ -127,6 +127,8 @@ CAPTURE_RULES = (
     ("moe_a2a_backend", ("none", None), ("--moe-a2a-backend",), _SHARD, "--moe-a2a-backend none"),
     ("enable_deepep_moe", _OFF, ("--enable-deepep-moe",), _SHARD, "leave it out"),
     ("moe_dp_size", _ONE, ("--moe-data-parallel-size", "--moe-dp-size"), _SHARD, "leave it out"),
+    ("dcp_size", _ONE, ("--decode-context-parallel-size", "--dcp-size"), "not known to leave states whole", "leave it out"),
+    ("dwdp_size", _ONE, ("--dwdp-size",), "not known to leave states whole", "leave it out"),
     ("moe_dense_tp_size", (None,), ("--moe-dense-tp-size",), _SHARD, "leave it out"),
     ("disaggregation_mode", ("null", None), ("--disaggregation-mode",), "prefill runs elsewhere", "leave it out"),
     ("enable_two_batch_overlap", _OFF, (), "the layer loop is not run", "leave it out"),

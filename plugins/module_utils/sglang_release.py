@@ -63,7 +63,7 @@ def installation(python, environment=None, directory="/"):
     found = json.loads(done.stdout.decode("utf-8").splitlines()[-1])
     if not found["package"]:
         raise ReleaseError("%s has no SGLang. Install it there, or set sglang_server_python to the Python that runs SGLang" % python)
-    release = found["version"] or _release_in(found["package"])
+    release = found["version"] or release_in(found["package"])
     if not release:
         raise ReleaseError("%s: neither package metadata nor version.py gives a release" % found["package"])
     return {
@@ -73,7 +73,7 @@ def installation(python, environment=None, directory="/"):
     }
 
 
-def _release_in(package):
+def release_in(package):
     """The release that a source tree's own version file gives, or None."""
     for name in ("_version.py", "version.py"):
         try:

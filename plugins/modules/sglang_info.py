@@ -58,6 +58,10 @@ options:
     description: Directory of the collection's state on the host.
     type: path
     default: /var/lib/hidden_state_bridge
+  user:
+    description: User that a service made from the inventory runs as.
+    type: str
+    default: root
   api_key:
     description: API key of the server.
     type: str
@@ -113,8 +117,8 @@ patched:
   returned: always
   type: bool
 user:
-  description: User and group numbers that a running server has, and V(ipc_at_risk), why its files in C(/dev/shm) can vanish.
-  returned: when the server runs
+  description: User of the server, V(uid), V(gid), V(name), and V(ipc_at_risk), why its files in C(/dev/shm) can vanish.
+  returned: always
   type: dict
 memory:
   description: Memory limit of a running server's control group and what is used of it, V(limit) and V(used), in bytes.
@@ -257,8 +261,8 @@ def gather(params):
     result["patched"] = is_patched(result["model_file"])
     if not is_found:
         result["capture_keeps"] = sf.without_taken(params["arguments"])[0]
+    result["user"] = limits.user_of(service["pid"]) if service["pid"] is not None else limits.user_named(params["user"])
     if service["pid"] is not None:
-        result["user"] = limits.user_of(service["pid"])
         memory = limits.memory_of(service["pid"])
         if memory:
             result["memory"] = memory
@@ -282,6 +286,7 @@ def main():
             "manager": {"type": "str", "choices": list(found.MANAGERS), "default": "auto"},
             "name": {"type": "str", "default": "sglang"},
             "state_dir": {"type": "path", "default": sq.DEFAULT_STATE_DIR},
+            "user": {"type": "str", "default": "root"},
             "api_key": {"type": "str", "default": "", "no_log": True},
             "arguments": {"type": "list", "elements": "str", "default": []},
             "extra_arguments": {"type": "list", "elements": "str", "default": []},

@@ -70,6 +70,39 @@ def test_a_server_that_was_started_by_hand(site):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 or stat.S_IMODE((site.directory / "state").stat().st_mode) == 0o700
 
 
+def test_secrets_of_a_described_server_are_seen_nowhere(site):
+    key, token = "sk-never-to-be-seen", "hf-nor-this"
+    site.ours()
+    site.variables["sglang_server_api_key"] = key
+    site.variables["sglang_server_environment"]["HF_TOKEN"] = token
+    for wanted in ("serving", "capture", "restored"):
+        output = site.play(wanted, "-vvv", "--diff")
+        assert key not in output and token not in output
+        assert key not in " ".join(arguments_of(site.pid()))
+    state = site.directory / "state"
+    texts = {path: path.read_text(errors="replace") for path in state.rglob("*") if path.is_file()}
+    assert [path for path, text in texts.items() if key in text or token in text]
+    # Nobody else passes through it.
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+
+
+def test_a_server_is_taken_out_of_service_and_put_back(site):
+    """The hooks run around the stop of a serving server and after it serves again, and requests in flight are waited for."""
+    notes = site.directory / "notes"
+    for name in ("out", "back"):
+        task = {"name": name, "ansible.builtin.shell": f"echo {name} >> {notes}"}
+        (site.directory / f"{name}.yml").write_text(json.dumps([task]))
+    site.variables["sglang_server_tasks_before_stop"] = str(site.directory / "out.yml")
+    site.variables["sglang_server_tasks_after_start"] = str(site.directory / "back.yml")
+    site.variables["sglang_server_drain_timeout"] = 3
+    site.start(site.command(), STAND_IN="busy=2")
+    output = site.play("capture")
+    assert "2 requests in flight, and no time left" in output and notes.read_text() == "out\n"
+    site.play("restored")
+    site.play("restored")
+    assert notes.read_text() == "out\nback\n"
+
+
 def test_a_wrapper_that_starts_it_again_is_noticed(site):
     wrapper = site.directory / "wrapper.sh"
     command = " ".join(f"'{word}'" for word in site.command())

@@ -86,6 +86,8 @@ CORRUPTING = {
     "enable_dsa_prefill_context_parallel": True,
     "attn_dp_size": 2,
     "moe_dp_size": 2,
+    "dcp_size": 2,
+    "dwdp_size": 2,
     "enable_nsa_prefill_context_parallel": True,
     "enable_layernorm_sp": True,
     "enable_attn_tp_input_scattered": True,

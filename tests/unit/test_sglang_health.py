@@ -164,6 +164,18 @@ def test_a_process_that_the_manager_started_again_is_another_one(stand, monkeypa
     assert look(stand, name="sglang", pid=2**22 + 1)["state"] == "failed"
 
 
+def test_another_process_on_the_port_is_not_taken_for_the_server(stand, monkeypatch, child):
+    service(monkeypatch, "running", child.pid)
+    found = look(stand, name="sglang", pid=child.pid)
+    assert found["state"] == "failed" and "held by process %d" % os.getpid() in found["message"]
+
+
+def test_the_key_of_a_server_that_was_found(stand, monkeypatch, tmp_path):
+    monkeypatch.setattr(sglang_health.hp, "process", lambda _pid: {"argv": ["python", "--api-key", "of-its-own"]})
+    look(stand, pid=os.getpid())
+    assert {header for _path, header, _body in stand.asked} == {"Bearer of-its-own"}
+
+
 def test_a_stopped_service_is_not_waited_for(stand, monkeypatch):
     service(monkeypatch, "stopped")
     assert look(stand, name="sglang")["state"] == "failed"

@@ -17,7 +17,18 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 SWITCHES = {"--disable-radix-cache", "--disable-prefill-cuda-graph", "--trust-remote-code", "--enable-mixed-chunk", "--enable-dp-attention"}
-VALUES = {"--model-path", "--host", "--port", "--tp", "--chunked-prefill-size", "--api-key", "--config"}
+VALUES = {
+    "--model-path",
+    "--host",
+    "--port",
+    "--tp",
+    "--chunked-prefill-size",
+    "--api-key",
+    "--config",
+    "--nnodes",
+    "--node-rank",
+    "--dist-init-addr",
+}
 
 
 def parse(words: list[str]) -> dict[str, str]:
@@ -108,6 +119,8 @@ def main() -> None:
         threading.Timer(float(does["die"]), die).start()
     time.sleep(float(does.get("ready", "0.2")))
     Handler.flags, Handler.does = flags, does
+    if flags.get("--node-rank", "0") != "0":
+        worker.wait()
     try:
         server = ThreadingHTTPServer((flags.get("--host", "127.0.0.1"), int(flags["--port"])), Handler)
     except OSError as error:

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Who runs the server of a host, and what is laid over a unit of the operator's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
+from ansible_collections.hidden_state.bridge.plugins.module_utils import server_found as found
+from ansible_collections.hidden_state.bridge.plugins.module_utils import server_layer as layer
+from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import is_server, server_on
+
+STAND_IN = Path(__file__).parents[1] / "stand_in"
+
+
+@pytest.mark.parametrize(
+    "argv, is_one",
+    [
+        (["python3", "-m", "sglang.launch_server", "--port", "1"], True),
+        (["/venv/bin/python", "/venv/bin/sglang", "serve", "--model-path", "/m"], True),
+        (["python", "/src/sglang/launch_server.py"], True),
+        (["sglang::scheduler_TP0"], False),
+        (["bash", "-c", "python3 -m sglang.launch_server"], False),
+        (["vim", "sglang.py"], False),
+        ([], False),
+    ],
+)
+def test_a_command_line_of_a_server(argv, is_one):
+    assert is_server(argv) is is_one
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """A stand-in server under a wrapper script: (the port, the wrapper's process)."""
+    (tmp_path / "config.json").write_text("{}")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = f"'{sys.executable}' -m sglang.launch_server --model-path '{tmp_path}' --port {port}; true"
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(STAND_IN)}
+    with subprocess.Popen(["sh", "-c", script], env=environment, start_new_session=True) as wrapper:
+        deadline = time.monotonic() + 30
+        while not hp.port_holders(port) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        yield port, wrapper
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(wrapper.pid, 9)
+
+
+def test_the_server_on_a_port_is_found(stand_in):
+    port, wrapper = stand_in
+    pid = server_on(port)
+    assert hp.parent(pid) == wrapper.pid and is_server(hp.process(pid)["argv"])
+
+
+def params(tmp_path, port, **more):
+    return {"manager": "auto", "name": "sglang", "host": "127.0.0.1", "port": port, "state_dir": str(tmp_path / "state"), **more}
+
+
+def groups(monkeypatch, *paths):
+    monkeypatch.setattr(hp, "cgroups", lambda pid: list(paths) if pid != 1 else ["/init.scope"])
+
+
+def record(tmp_path, **content):
+    path = Path(found.record_path(str(tmp_path / "state"), "sglang"))
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(content))
+
+
+def test_a_server_in_a_unit_of_the_operators(stand_in, monkeypatch, tmp_path):
+    groups(monkeypatch, "/system.slice/operators.service")
+    located = found.locate(params(tmp_path, stand_in[0]))
+    assert (located["manager"], located["service"], located["recorded"]) == ("unit", "operators", False)
+
+
+@pytest.mark.parametrize(
+    "path", ["/user.slice/user-0.slice/session-3.scope", "/system.slice/ssh.service", "/user.slice/user@1000.service/app.slice", "/"]
+)
+def test_a_server_that_was_started_by_hand(stand_in, monkeypatch, tmp_path, path):
+    groups(monkeypatch, path)
+    located = found.locate(params(tmp_path, stand_in[0]))
+    assert (located["manager"], located["pid"]) == ("process", server_on(stand_in[0]))
+    service = found.service_of(located, params(tmp_path, stand_in[0]))
+    assert (service["manager"], service["state"], len(service["processes"])) == ("process", "running", 2)
+
+
+def test_what_is_said_counts(stand_in, tmp_path):
+    assert found.locate(params(tmp_path, stand_in[0], manager="supervisor"))["manager"] == "supervisor"
+    assert found.locate(params(tmp_path, stand_in[0], manager="unit", name="other"))["service"] == "other"
+
+
+def test_a_stopped_server_is_known_by_its_record(monkeypatch, tmp_path, stand_in):
+    record(tmp_path, manager="unit", service="operators")
+    located = found.locate(params(tmp_path, 1))
+    assert (located["manager"], located["service"], located["recorded"]) == ("unit", "operators", True)
+    # Another server by now: the record is of no use.
+    groups(monkeypatch, "/user.slice/session-1.scope")
+    assert found.locate(params(tmp_path, stand_in[0]))["manager"] == "process"
+
+
+def test_nothing_is_there(tmp_path):
+    located = found.locate(params(tmp_path, 1))
+    assert located["manager"] in found.OURS and located["pid"] is None
+
+
+# -- layers -------------------------------------------------------------------------------------------
+
+RECORD = {
+    "manager": "unit",
+    "service": "operators",
+    "argv": ["python3", "-m", "sglang.launch_server", "--model-path", '/m %i $x "q"', "--enable-mixed-chunk"],
+    "executable": "/opt/bin/python3",
+    "environment": {"A": "1", "FROM_SCRIPT": "y"},
+    "added": {"FROM_SCRIPT": "y"},
+    "removed": ["GONE"],
+}
+
+
+def test_the_layer_of_a_unit():
+    argv = layer.capture_argv(RECORD, ["--disable-radix-cache"])
+    assert argv[-2:] == ['/m %i $x "q"', "--disable-radix-cache"]
+    files = layer.unit_layer(RECORD, argv, {"SGLANG_HS_DUMP_DIR": "/dumps"}, "tag")
+    dropin, variables = layer.unit_files("operators")
+    assert dropin == "/run/systemd/system/operators.service.d/50-hidden-state-bridge.conf"
+    lines = files[dropin].splitlines()
+    assert lines[-2:] == [
+        "ExecStart=",
+        'ExecStart="/opt/bin/python3" "-m" "sglang.launch_server" "--model-path" "/m %%i $$x \\"q\\"" "--disable-radix-cache"',
+    ]
+    assert {"[Service]", "Type=exec", "UnsetEnvironment=GONE", "EnvironmentFile=" + variables} <= set(lines)
+    assert files[variables] == 'FROM_SCRIPT="y"\nHIDDEN_STATE_BRIDGE_SERVICE="tag"\nSGLANG_HS_DUMP_DIR="/dumps"\n'
+
+
+def test_what_is_laid_is_private_and_taken_away(tmp_path):
+    path = str(tmp_path / "a" / "b")
+    assert layer.lay_files({path: "x"}) and not layer.lay_files({path: "x"})
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert layer.take_files([path]) and not layer.take_files([path])
+
+
+def test_interpreter_and_model_of_a_record():
+    assert layer.python_of(RECORD) == "/opt/bin/python3"
+    assert layer.model_of(RECORD) == '/m %i $x "q"'
+    assert layer.python_of(dict(RECORD, executable="/usr/bin/env")) == ""
+
+
+def test_a_unit_that_does_not_run_is_asked_of_the_bus(monkeypatch):
+    words = ["/opt/bin/python3", "-m", "sglang.launch_server", "--model-path", "/a b"]
+
+    def answer(argv, **_more):
+        text = {"data": [["/opt/bin/python3", words, False, 0, 0, 0, 0, 0, 0, 0]]}
+        return (0, json.dumps(text) if argv[0] == "busctl" else "alice\n", "")
+
+    monkeypatch.setattr(layer.sq, "run", answer)
+    made = layer.make_record({"manager": "unit", "service": "my-sglang@1"}, {"pid": None})
+    assert (made["argv"], made["user"], made["service"]) == (words, {"name": "alice"}, "my-sglang@1")
+    words[:] = ["/usr/local/bin/start"]
+    with pytest.raises(pr.RecordError, match="start it, then run again"):
+        layer.make_record({"manager": "unit", "service": "x"}, {"pid": None})
+
+
+def test_nothing_runs_and_nothing_is_recorded():
+    with pytest.raises(pr.RecordError, match="none was recorded"):
+        layer.make_record({"manager": "process", "service": ""}, {"pid": None})
