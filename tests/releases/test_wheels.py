@@ -17,6 +17,8 @@ FILES = {
     MODELS + "common/modeling.py": "# inner",
     MODELS + "table.json": "{}",
     "sglang/version.py": "__version__ = '0.4.1'",
+    "sglang/srt/server_args.py": "# parser",
+    "sglang/srt/arg_groups/fields/memory.py": "# fields",
     "sglang/srt/server.py": "# not kept",
     "sglang/__init__.py": "",
 }
@@ -57,12 +59,22 @@ def test_a_release_comes_in_as_its_wheel_has_it(index):
     assert wheels.releases() == (["0.4.1", "0.4.2.post1", "0.4.10"], "the package index")
     assert wheels.fetch(["0.4.1", "0.4.10"]) == ["0.4.1", "0.4.10"]
     kept = {MODELS + "llama.py", MODELS + "common/modeling.py", "sglang/version.py", "sglang-0.4.1.dist-info/METADATA"}
+    kept |= {"sglang/srt/server_args.py", "sglang/srt/arg_groups/fields/memory.py"}
     assert names(wheels.source("0.4.1")) == kept
     assert {path.name for path in wheels.CACHE.iterdir()} == {"0.4.1", "0.4.10", "releases.json"}
 
 
+def test_a_release_that_was_kept_with_less_is_fetched_again(index):
+    make_wheel(index, "0.4.1")
+    (wheels.source("0.4.1") / MODELS).mkdir(parents=True)
+    assert wheels.fetch(["0.4.1"]) == ["0.4.1"] and wheels.fetch(["0.4.1"]) == []
+    assert {path.name for path in wheels.CACHE.iterdir()} == {"0.4.1"}
+
+
 def test_what_is_there_costs_no_network(index, monkeypatch):
-    wheels.source("0.4.1").mkdir(parents=True)
+    path = wheels.source("0.4.1") / "sglang/srt/server_args.py"
+    path.parent.mkdir(parents=True)
+    path.touch()
     monkeypatch.setattr(subprocess, "run", None)
     assert wheels.fetch(["0.4.1"]) == []
 

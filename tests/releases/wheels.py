@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""A cache of the model sources of every SGLang release: what the patcher is tried on.
+"""A cache of sources of every SGLang release: the models that the patcher is tried on, and the parser of the server's arguments.
 
 python tests/releases/wheels.py              fetches every release that the cache lacks
 python tests/releases/wheels.py 0.5.20 ...   fetches these
 
-`.cache/sglang-sources/<release>/` holds `sglang/srt/models/**/*.py`, the version files and the METADATA of the
-wheel, laid out as in it. What is there costs no network; without network the list of releases is the one kept from
+`.cache/sglang-sources/<release>/` holds `sglang/srt/models/**/*.py`, `sglang/srt/server_args.py`, `sglang/srt/arg_groups/**/*.py`, the
+version files and the METADATA of the wheel, laid out as in it. What is there costs no network; without network the list of releases is the one kept from
 the last time. A release comes in whole or not at all.
 """
 
@@ -34,7 +34,11 @@ RUN = ("0.5.9", "0.5.10.post1", "0.5.12", "0.5.20", "0.5.23")
 # Releases in which every decoder model file is tried, not deepseek_v2.py alone.
 ALL_MODELS = ("0.5.9", "0.5.20", "0.5.23")
 
-_KEPT = re.compile(r"sglang/(?:srt/models/(?:[^/]+/)*[^/]+\.py|version\.py|_version\.py)|sglang-[^/]+\.dist-info/METADATA")
+_KEPT = re.compile(
+    r"sglang/(?:srt/(?:models|arg_groups)/(?:[^/]+/)*[^/]+\.py|srt/server_args\.py|version\.py|_version\.py)|sglang-[^/]+\.dist-info/METADATA"
+)
+# A release that was kept without it is fetched again.
+_LAST_ADDED = Path("sglang/srt/server_args.py")
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 # Some wheels are of one Python and platform: the sources in them are the same for whoever reads them.
 _ANY_HOST = ("--only-binary=:all:", "--python-version=3.11", "--implementation=cp", "--platform=manylinux_2_34_x86_64")
@@ -89,7 +93,7 @@ def fetch(wanted: Iterable[str]) -> list[str]:
 
     Raises Unavailable with a line for each release that could not be had; the others are in the cache then.
     """
-    missing = [release for release in wanted if not source(release).is_dir()]
+    missing = [release for release in wanted if not (source(release) / _LAST_ADDED).is_file()]
     failed = []
     with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
         for release, task in [(release, pool.submit(_fetch, release)) for release in missing]:
@@ -146,10 +150,14 @@ def unpack(wheel: Path, release: str) -> None:
         found = [version for text in texts for version in re.findall(r"^Version: (\S+)$", text, re.MULTILINE)]
         if found != [release]:
             raise Unavailable(f"{wheel.name} is not the wheel of {release}: its METADATA says {', '.join(found) or 'nothing'}")
-        if not any((scratch / "sglang" / "srt" / "models").glob("*.py")):
-            raise Unavailable(f"{wheel.name} has no sglang/srt/models")
+        parts = {"sglang/srt/models": any((scratch / "sglang/srt/models").glob("*.py")), str(_LAST_ADDED): (scratch / _LAST_ADDED).exists()}
+        for part, there in parts.items():
+            if not there:
+                raise Unavailable(f"{wheel.name} has no {part}")
         scratch.chmod(0o755)
         try:
+            if source(release).is_dir() and not (source(release) / _LAST_ADDED).is_file():
+                os.rename(source(release), scratch.with_name(scratch.name + "-old"))
             os.rename(scratch, source(release))
         except OSError:
             # Another run was first, and what it put there is the same.
@@ -158,7 +166,8 @@ def unpack(wheel: Path, release: str) -> None:
     except zipfile.BadZipFile as error:
         raise Unavailable(f"{wheel.name} is broken: {error}") from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        for path in (scratch, scratch.with_name(scratch.name + "-old")):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(path: Path, text: str) -> None:
