@@ -18,7 +18,7 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import contain
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
-from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import server_on
+from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import server_below, server_on
 
 OURS = ("systemd", "supervisor")
 FOUND = ("unit", "process", *cq.ENGINES)
@@ -95,13 +95,18 @@ def locate(params):
     if manager in OURS:
         return {"manager": manager, "service": name, "pid": None, "recorded": False}
     if manager in FOUND:
-        pid = server_on(params["port"], params["host"])
-        if recorded and recorded["manager"] == manager:
-            service = recorded["service"]
-        else:
-            service = name
-        return {"manager": manager, "service": service, "pid": pid, "recorded": bool(recorded)}
+        return _locate_as(manager, params, recorded)
     return _locate_by_facts(params, recorded)
+
+
+def _locate_as(manager, params, recorded):
+    """A found server of which it is known who runs it, but not under which name."""
+    pid = server_on(params["port"], params["host"])
+    owner = _owner(pid) if pid is not None and manager != "process" else None
+    if owner and owner["manager"] == manager:
+        return dict(owner, pid=pid, recorded=False)
+    service = recorded["service"] if recorded and recorded["manager"] == manager else params["name"]
+    return {"manager": manager, "service": service, "pid": pid if owner is None else None, "recorded": bool(recorded)}
 
 
 def _locate_by_facts(params, recorded):
@@ -144,13 +149,22 @@ def _owner(pid):
     return {"manager": "process", "service": ""}
 
 
+def _server_in(service):
+    """The same service, with its server in the place of a wrapper that is its main process."""
+    server = server_below(service["pid"]) if service["pid"] else None
+    if server is None or server == service["pid"]:
+        return service
+    seen = hp.process(server)
+    return dict(service, pid=server, **seen) if seen else service
+
+
 def service_of(located, params):
     """What a located server's service is doing, as of service_query.query."""
     name, state_dir = params["name"], params["state_dir"]
     if located["manager"] in cq.ENGINES:
         return cq.query(located["manager"], located["service"])
     if located["manager"] == "unit":
-        return sq.query("systemd", located["service"], state_dir)
+        return _server_in(sq.query("systemd", located["service"], state_dir))
     if located["manager"] in OURS:
         return sq.query(located["manager"], name, state_dir)
     managed = sq.query(_default(), name, state_dir)

@@ -94,9 +94,20 @@ def test_a_server_that_was_started_by_hand(stand_in, monkeypatch, tmp_path, path
     assert (service["manager"], service["state"], len(service["processes"])) == ("process", "running", 2)
 
 
-def test_what_is_said_counts(stand_in, tmp_path):
+def test_the_server_below_a_wrapper_of_a_unit_is_the_one_that_counts(stand_in, monkeypatch, tmp_path):
+    port, wrapper = stand_in
+    main = dict(hp.process(wrapper.pid), manager="systemd", name="operators", state="running", pid=wrapper.pid, detail="", processes=[])
+    monkeypatch.setattr(found.sq, "query", lambda *_args: main)
+    service = found.service_of({"manager": "unit", "service": "operators", "pid": None}, params(tmp_path, port))
+    assert service["pid"] == server_on(port) and is_server(service["argv"])
+
+
+def test_what_is_said_counts(stand_in, monkeypatch, tmp_path):
     assert found.locate(params(tmp_path, stand_in[0], manager="supervisor"))["manager"] == "supervisor"
     assert found.locate(params(tmp_path, stand_in[0], manager="unit", name="other"))["service"] == "other"
+    groups(monkeypatch, "/system.slice/operators.service")
+    located = found.locate(params(tmp_path, stand_in[0], manager="unit", name="other"))
+    assert (located["service"], located["pid"]) == ("operators", server_on(stand_in[0]))
 
 
 def test_a_stopped_server_is_known_by_its_record(monkeypatch, tmp_path, stand_in):
