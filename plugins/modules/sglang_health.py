@@ -166,7 +166,7 @@ def usurper(params):
     own = hp.family_of(params["pid"])
     for holder in hp.port_holders(port):
         if holder["pid"] is not None and holder["pid"] not in own:
-            return "port %d is held by process %d (%s), not by this server. End that process" % (port, holder["pid"], holder["command"])
+            return "port %d is held by process %s (%s), not by this server. End that process" % (port, holder["pid"], holder["command"])
     return ""
 
 
