@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+from ansible_collections.hidden_state.bridge.plugins.module_utils.sglang_flags import last_value
 
 
 def is_server(argv):
@@ -42,3 +43,9 @@ def server_below(pid):
     """The SGLang server that is a process or one of its descendants; None where there is none."""
     family = [pid] + [one for one in hp.family_of(pid) if one != pid]
     return next((one for one in family if is_server((hp.process(one) or {"argv": []})["argv"])), None)
+
+
+def api_key_of(pid):
+    """The API key that a server was started with on its command line; "" for none, and for no process."""
+    seen = hp.process(pid) if pid else None
+    return (last_value(seen["argv"], "--api-key") or "") if seen else ""

@@ -29,6 +29,9 @@ options:
     description: API key of the server.
     type: str
     default: ''
+  pid:
+    description: Process of the server; its own API key serves where O(api_key) is empty.
+    type: int
   deadline:
     description: When to stop waiting, in seconds since the epoch.
     type: float
@@ -65,11 +68,12 @@ import time
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_probe as probe
+from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import api_key_of
 
 
 def look(params):
     """One count."""
-    number = probe.requests_in_flight(params["url"], params["api_key"])
+    number = probe.requests_in_flight(params["url"], params["api_key"] or api_key_of(params["pid"]))
     if number is None:
         return {"state": "idle", "line": "the server does not say how many requests it has", "requests": None}
     if number == 0:
@@ -84,6 +88,7 @@ def main():
         argument_spec={
             "url": {"type": "str", "required": True},
             "api_key": {"type": "str", "default": "", "no_log": True},
+            "pid": {"type": "int"},
             "deadline": {"type": "float", "required": True},
         },
         supports_check_mode=True,

@@ -118,6 +118,7 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import host_pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_flags as sf
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_probe as probe
+from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import api_key_of
 
 
 def failed(params, why):
@@ -152,12 +153,6 @@ def process_end(params):
     return "the server is %s%s" % (service["state"], detail)
 
 
-def key_of(pid):
-    """The API key that a server of the operator's was started with; "" for none."""
-    seen = hp.process(pid) if pid else None
-    return (sf.last_value(seen["argv"], "--api-key") or "") if seen else ""
-
-
 def usurper(params):
     """A message where another process than the service's listens on its port, so that answers would be of another server; else ""."""
     port = urllib.parse.urlsplit(params["url"]).port
@@ -176,7 +171,7 @@ def look(params):
     if ended:
         return failed(params, ended)
     url, limit = params["url"], params["request_timeout"]
-    key = params["api_key"] or key_of(params["pid"])
+    key = params["api_key"] or api_key_of(params["pid"])
     taken = usurper(params)
     if taken:
         return failed(params, taken)

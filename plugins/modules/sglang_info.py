@@ -202,6 +202,7 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_probe as probe
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_release as sr
 from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture.layers import default_layers
+from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import api_key_of
 
 SHOWN_PREFIX = "SGLANG_HS_"
 GATE = "SGLANG_HS_DUMP_DIR"
@@ -237,7 +238,7 @@ def gather(params):
     place = place_of.found_place(located, service, params) if is_found else place_of.own_place(params)
     arguments = place["arguments"] + params["extra_arguments"]
     release = place["release"]
-    key = params["api_key"] or sf.last_value(service["argv"], "--api-key")
+    key = params["api_key"] or api_key_of(service["pid"])
     strangers = [holder for holder in hp.port_holders(params["port"], params["host"]) if holder["pid"] not in service["processes"]]
     result = {
         "release": release,

@@ -39,4 +39,4 @@ def test_requests_in_flight(monkeypatch, bodies, number):
 @pytest.mark.parametrize("number, left, state", [(0, 10, "idle"), (3, 10, "busy"), (3, -1, "late"), (None, 10, "idle")])
 def test_states(monkeypatch, number, left, state):
     monkeypatch.setattr(probe, "requests_in_flight", lambda *_args: number)
-    assert sglang_drain.look({"url": "", "api_key": "", "deadline": time.time() + left})["state"] == state
+    assert sglang_drain.look({"url": "", "api_key": "", "pid": None, "deadline": time.time() + left})["state"] == state
