@@ -76,7 +76,7 @@ class Bystander(threading.Thread):
         asking.start()
         while not self.done.wait(0.002):
             if self.site.dumps.exists():
-                self.dumps |= {name for name in os.listdir(self.site.dumps) if not name.startswith(".")}
+                self.dumps |= {name for name in os.listdir(self.site.dumps) if name.endswith(".safetensors")}
         asking.join()
 
     def ask(self):
