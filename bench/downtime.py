@@ -4,7 +4,7 @@
 make bench NAME=downtime
 
 In a container with systemd and the real SGLang on its CPU (scenario `server` of molecule), pairs in turn: `systemctl restart` and a
-loop on /health, then the role's stop and start of the same unit. Both are timed alike: from the first moment at which nobody listens
+loop on /health, then the switch to capture mode as extract.yml does it: stop, patch, start. Both are timed alike: from the first moment at which nobody listens
 on the port to the first 200 of /health, by the clock of the container; the playbook's also to the end of its own wait. The last line is one
 JSON object: `overhead_s` is the median over the pairs of playbook (to the end of its wait) less by hand.
 """
@@ -40,17 +40,18 @@ while True:
         time.sleep(0.1)
 print("back", time.time(), flush=True)
 """
+# As extract.yml does it, with the patch at its place; and back, which is not timed.
 PLAY = """
-- name: Stop and start
+- name: Switch
   hosts: sglang
   gather_facts: true
   tasks:
-    - name: Stop
+    - name: Switch
       ansible.builtin.include_role: {name: hidden_state.bridge.sglang_server}
-      vars: {sglang_server_state: stopped}
-    - name: Start
-      ansible.builtin.include_role: {name: hidden_state.bridge.sglang_server}
-      vars: {sglang_server_state: restored}
+      vars:
+        sglang_server_state: "{{ wanted }}"
+        sglang_server_capture_environment: {SGLANG_HS_DUMP_DIR: /dev/shm/sglang_hs}
+        sglang_server_tasks_while_down: "{{ 'ROOT/playbooks/tasks/patch.yml' if wanted == 'capture' else '' }}"
 """
 
 
@@ -72,10 +73,10 @@ def by_hand(container: str, unit: str) -> None:
     subprocess.run([ENGINE, "exec", container, "sh", "-c", loop], check=True)
 
 
-def by_playbook(playbook: Path, inventory: str, container: str) -> None:
+def by_playbook(playbook: Path, inventory: str, container: str, wanted: str) -> None:
     environment = {**os.environ, "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "playbooks/collections")}
     # How finely the wait looks is a variable of the role; the loop by hand looks each second.
-    extra = json.dumps({"sglang_server_health_interval": 1, "sglang_server_nodes": []})
+    extra = json.dumps({"wanted": wanted, "sglang_server_health_interval": 1, "sglang_server_nodes": []})
     command = [BIN / "ansible-playbook", playbook, "-i", inventory, "--limit", container, "-e", extra]
     subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=sys.stderr)
 
@@ -94,12 +95,13 @@ def main() -> None:
         found = sorted(Path.home().glob(".ansible/tmp/molecule.*.server/inventory"), key=lambda path: path.stat().st_mtime)
         options.inventory = str(found[-1])
     playbook = ROOT / ".cache" / "downtime.yml"
-    playbook.write_text(PLAY)
+    playbook.write_text(PLAY.replace("ROOT", str(ROOT)))
     pairs = []
     try:
         for number in range(options.pairs):
             manual = away(options.container, lambda: by_hand(options.container, options.unit))
-            play = away(options.container, lambda: by_playbook(playbook, options.inventory, options.container))
+            play = away(options.container, lambda: by_playbook(playbook, options.inventory, options.container, "capture"))
+            by_playbook(playbook, options.inventory, options.container, "restored")
             pairs.append({"by_hand_s": round(manual[1], 2), "playbook_s": round(play[1], 2), "playbook_health_s": round(play[0], 2)})
             print(f"pair {number + 1}: {json.dumps(pairs[-1])}", flush=True)
     finally:
