@@ -82,3 +82,51 @@ def wrong_blocks(path, expected, block_bytes):
     if size > expected["bytes"] and count and count - 1 not in wrong:
         wrong.append(count - 1)
     return wrong
+
+
+def missing(directory, files, block_bytes):
+    """{name: numbers of wrong blocks} of the described files that are not whole in a directory.
+
+    Raises OSError, and ValueError for a name that leads out of the directory.
+    """
+    found = {}
+    for name, expected in sorted(files.items()):
+        if not name or name != os.path.basename(name) or name in (".", ".."):
+            raise ValueError("%r is no name of a file of the set" % name)
+        path = os.path.join(directory, name)
+        wrong = wrong_blocks(path, expected, block_bytes)
+        if wrong:
+            found[name] = wrong
+    return found
+
+
+def pieces_of(directory, blocks, files, block_bytes):
+    """Yield the blocks {name of file: numbers}, one after the other by name, in pieces. Raises OSError."""
+    for name, numbers in sorted(blocks.items()):
+        with open(os.path.join(directory, name), "rb") as stream:
+            for number in numbers:
+                yield from read_block(stream, number, block_size(files[name], number, block_bytes), block_bytes)
+
+
+def write_blocks(path, numbers, source, expected, block_bytes):
+    """Write those blocks of a file from the stream `source`, where they follow one another, and make them durable.
+
+    Each block is compared with its description before it is written: raises ValueError for one that differs, after those
+    before it are written. The file is given its size, and mode 0600 where it is made. Raises OSError.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    handle = os.open(path, flags, 0o600)
+    try:
+        if os.fstat(handle).st_size != expected["bytes"]:
+            os.ftruncate(handle, expected["bytes"])
+        for number in numbers:
+            data = source.read(block_size(expected, number, block_bytes))
+            if hashlib.sha256(data).hexdigest() != expected["blocks"][number]:
+                raise ValueError("block %d of %s arrived damaged" % (number, os.path.basename(path)))
+            view, place = memoryview(data), number * block_bytes
+            while len(view):
+                done = os.pwrite(handle, view, place)
+                view, place = view[done:], place + done
+        os.fsync(handle)
+    finally:
+        os.close(handle)

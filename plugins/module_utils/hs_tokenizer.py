@@ -54,14 +54,3 @@ def needs_code(path):
     """Whether the tokenizer there is a class that the directory's own Python code defines."""
     mapped = _config(path).get("auto_map")
     return isinstance(mapped, (list, dict)) and "AutoTokenizer" in mapped
-
-
-def difference(ours, theirs):
-    """Why two results of `file_hashes` are of different tokenizers; empty where they are of the same."""
-    lines = []
-    for name in sorted(set(ours) | set(theirs)):
-        if name not in theirs or name not in ours:
-            lines.append("%s is only in the %s" % (name, "data set's" if name in ours else "model's"))
-        elif ours[name] != theirs[name]:
-            lines.append("%s differs" % name)
-    return ", ".join(lines)

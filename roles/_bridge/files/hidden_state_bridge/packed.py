@@ -149,9 +149,9 @@ class PackedDataset:
         """Read every file and compare its blocks with meta.json. Raises Refusal with the file's name."""
         for name, expected in self.meta["files"].items():
             file = os.path.join(self.path, name)
-            wrong = hs_blocks.wrong_blocks(file, expected, BLOCK_BYTES)
+            wrong = hs_blocks.wrong_blocks(file, expected, self.meta["block_bytes"])
             if wrong:
-                where = ", ".join(str(block * BLOCK_BYTES) for block in wrong[:5])
+                where = ", ".join(str(block * self.meta["block_bytes"]) for block in wrong[:5])
                 raise Refusal(f"data set file {file} has another hash than {META} says, from byte {where}; {REMEDY}")
 
 
