@@ -82,6 +82,7 @@ def test_order_and_place_of_the_sources_do_not_matter(tmp_path, sources, rows):
     second = pack({"sources": moved, "seed": 9}, str(tmp_path / "two"))
     assert first["meta"] == second["meta"]
     assert os.path.basename(first["path"]) == first["meta"]["sha256"][:16]
+    assert {os.stat(os.path.join(first["path"], name)).st_mode & 0o777 for name in os.listdir(first["path"])} == {0o600}
     third = pack({"sources": sources, "seed": 10}, str(tmp_path / "one"))
     assert third["meta"]["sha256"] != first["meta"]["sha256"]
     one, other = PackedDataset(first["path"]), PackedDataset(third["path"])

@@ -25,7 +25,7 @@ import hs_manifest
 
 from .conversations import describe
 from .errors import Refusal
-from .packed import BLOCK_BYTES, DTYPES, FORMAT, META, ArrayWriter, PackedDataset, meta_hash
+from .packed import BLOCK_BYTES, DTYPES, FORMAT, META, ArrayWriter, PackedDataset, meta_hash, open_private
 from .reading import Reader
 from .scan import Scan, scan
 from .sources import Settings, Source, files_of, hash_file, read_config, shuffled
@@ -164,7 +164,7 @@ def _build(
     os.mkdir(packed, 0o700)
     meta["files"] = _write(scans, meta, work, packed)
     meta["sha256"] = meta_hash(meta)
-    with open(os.path.join(packed, META), "x", encoding="utf-8") as stream:
+    with open(os.path.join(packed, META), "x", encoding="utf-8", opener=open_private) as stream:
         json.dump(meta, stream, sort_keys=True, indent=1)
         stream.write("\n")
         stream.flush()

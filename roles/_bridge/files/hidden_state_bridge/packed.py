@@ -50,11 +50,16 @@ def meta_hash(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def open_private(path: str, flags: int) -> int:
+    """An opener that makes files for their owner alone, as they are on the hosts."""
+    return os.open(path, flags, 0o600)
+
+
 class ArrayWriter:
     """Writes one one-dimensional .npy file of known length from start to end, and hashes its blocks on the way."""
 
     def __init__(self, directory: str, name: str, length: int) -> None:
-        self._stream: BinaryIO = open(os.path.join(directory, name + ".npy"), "xb", buffering=WRITE_BYTES)
+        self._stream: BinaryIO = open(os.path.join(directory, name + ".npy"), "xb", buffering=WRITE_BYTES, opener=open_private)
         self._hashes = hs_blocks.BlockHashes(BLOCK_BYTES)
         self._dtype = np.dtype(DTYPES[name])
         self._left = length
