@@ -41,7 +41,7 @@ SOURCES = {
     "B8_sweagent": (0.06, 4.0),
 }
 CORES = 2
-CLAIMS = {"seconds": 60.0, "peak_mb": 1536.0, "speedup_vs_datasets": 5.0, "tenfold_memory_ratio": 1.5, "tenfold_time_ratio": 13.0}
+CLAIMS = {"seconds": 60.0, "peak_mb": 1536.0, "speedup_vs_datasets": 5.0, "tenfold_memory_ratio": 1.5, "tenfold_cpu_ratio": 12.0}
 
 PEER_JOB = """
 import sys
@@ -108,7 +108,7 @@ def memory_of(group: int) -> int:
 
 
 def measure(command: list[str], given: str = "", environment: dict[str, str] | None = None) -> dict[str, float | str]:
-    """Run a command on CORES cores; seconds, peak_mb of all its processes, and the last line that it printed."""
+    """Run a command on CORES cores; seconds, cpu_seconds and peak_mb of all its processes, and the last line that it printed."""
     cores = sorted(os.sched_getaffinity(0))[:CORES]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, tempfile.TemporaryFile("w+") as source:
         source.write(given)
@@ -123,16 +123,23 @@ def measure(command: list[str], given: str = "", environment: dict[str, str] | N
             start_new_session=True,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
-        peak = 0
-        while process.poll() is None:
+        peak, ended = 0, 0
+        while not ended:
             peak = max(peak, memory_of(process.pid))
             time.sleep(0.1)
+            ended, status, used = os.wait4(process.pid, os.WNOHANG)
         seconds = time.monotonic() - begun
+        process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             err.seek(0)
             raise SystemExit(f"{command[:4]} ended with {process.returncode}:\n{err.read()[-4000:]}")
         out.seek(0)
-        return {"seconds": round(seconds, 2), "peak_mb": round(peak / (1 << 20), 1), "last": out.read().splitlines()[-1]}
+        return {
+            "seconds": round(seconds, 2),
+            "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
+            "peak_mb": round(peak / (1 << 20), 1),
+            "last": out.read().splitlines()[-1],
+        }
 
 
 def pack(sources: dict[str, Path], out: Path) -> dict[str, float | str]:
@@ -210,13 +217,13 @@ def run(work: Path, scale: float, python: Path) -> dict[str, object]:
     )
     print(f"datasets: {peer['seconds']} s, {peer['peak_mb']} MB", flush=True)
 
-    seconds = min(float(once["seconds"]), float(again["seconds"]))
     figures = {
         "seconds": max(float(once["seconds"]), float(again["seconds"])),
         "peak_mb": max(float(once["peak_mb"]), float(again["peak_mb"])),
         "speedup_vs_datasets": round(float(peer["seconds"]) / max(float(once["seconds"]), float(again["seconds"])), 2),
         "tenfold_memory_ratio": round(float(ten["peak_mb"]) / float(once["peak_mb"]), 2),
-        "tenfold_time_ratio": round(float(ten["seconds"]) / seconds, 2),
+        # CPU time: the clock's depends on who else uses the disk.
+        "tenfold_cpu_ratio": round(float(ten["cpu_seconds"]) / float(once["cpu_seconds"]), 2),
     }
     failed = [name for name, limit in CLAIMS.items() if (figures[name] < limit if name.startswith("speedup") else figures[name] > limit)]
     return {
@@ -224,9 +231,11 @@ def run(work: Path, scale: float, python: Path) -> dict[str, object]:
         "records": meta["records"],
         "tokens": meta["tokens"],
         "source_bytes": size,
+        "cpu_seconds": once["cpu_seconds"],
         "tenfold_seconds": ten["seconds"],
         "tenfold_peak_mb": ten["peak_mb"],
         "datasets_seconds": peer["seconds"],
+        "datasets_cpu_seconds": peer["cpu_seconds"],
         "datasets_peak_mb": peer["peak_mb"],
         "cores": CORES,
         "ok": not failed,

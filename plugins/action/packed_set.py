@@ -69,21 +69,22 @@ class ActionModule(ActionBase):
     def _described(text, path):
         try:
             meta = json.loads(text)
-            return {"path": path, "meta": text, "files": meta["files"], "block_bytes": meta["block_bytes"]}
+            return {"path": path, "files": meta["files"], "block_bytes": meta["block_bytes"]}
         except (ValueError, KeyError, TypeError) as error:
             raise AnsibleActionFail("%s holds no packed data set: pack it again" % path) from error
 
     def _push(self, args, task_vars):
-        described = self._described(packed_set_blocks.read_meta(args["src"]), args["src"])
+        text = packed_set_blocks.read_meta(args["src"])
+        described = self._described(text, args["src"])
         described["path"] = args["dest"]
-        there = self._ask(task_vars, operation="compare", **described)
+        there = self._ask(task_vars, operation="compare", meta=text, **described)
         result = self._summary(there["missing"], described, not there["complete"])
         if not self._task.check_mode:
             for blocks in parts_of(there["missing"], PART_BLOCKS):
                 self._place(args["src"], blocks, described, task_vars)
         if not self._task.check_mode or not result["changed"]:
-            owners = {key: args[key] for key in ("owner", "group")}
-            result["changed"] |= self._ask(task_vars, operation="finish", **dict(described, **owners))["changed"]
+            finished = self._ask(task_vars, operation="finish", meta=text, owner=args["owner"], group=args["group"], **described)
+            result["changed"] |= finished["changed"]
         return result
 
     def _place(self, source, blocks, described, task_vars):
@@ -96,7 +97,7 @@ class ActionModule(ActionBase):
             remote = self._connection._shell.join_path(directory, "part")
             self._transfer_file(part.name, remote)
             self._fixup_perms2((directory, remote))
-        self._ask(task_vars, operation="place", blocks=blocks, source=remote, **dict(described, meta=""))
+        self._ask(task_vars, operation="place", blocks=blocks, source=remote, **described)
 
     def _fetch(self, args, task_vars):
         text = self._ask(task_vars, operation="describe", path=args["src"])["meta"]
@@ -108,7 +109,7 @@ class ActionModule(ActionBase):
             return result
         os.makedirs(args["dest"], mode=0o700, exist_ok=True)
         for blocks in parts_of(missing, 1):
-            found = self._ask(task_vars, operation="give", blocks=blocks, **dict(described, meta=""))
+            found = self._ask(task_vars, operation="give", blocks=blocks, **described)
             data = io.BytesIO(base64.b64decode(found["content"]))
             for name, numbers in blocks.items():
                 path = os.path.join(args["dest"], name)

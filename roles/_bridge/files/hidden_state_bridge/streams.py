@@ -62,7 +62,7 @@ def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
         import zstandard
     except ImportError:
         raise missing_package("zstandard", "a .zst source") from None
-    maker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    maker = zstandard.ZstdDecompressor()
     unpacker: Any = None
     for piece in pieces:
         while piece:
