@@ -90,8 +90,9 @@ model_file:
   type: str
 model:
   description:
-    - V(architecture), V(hidden_size), V(num_hidden_layers), V(vocab_size), V(dtype), V(fingerprint) of the weights and
-      V(default_layers) (empty for a model that is too small for the rule).
+    - V(architecture), V(hidden_size), V(num_hidden_layers), V(vocab_size), V(dtype), V(fingerprint) of the weights,
+      V(tokenizer) (hashes of the files that decide token ids) and V(default_layers) (empty for a model that is too small
+      for the rule).
   returned: when O(model) is given
   type: dict
 capture_args:
@@ -139,6 +140,7 @@ import os
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_tokenizer
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_probe as probe
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_release as sr
@@ -192,6 +194,7 @@ def gather(params):
     }
     if params["model"]:
         result["model"] = sr.model_facts(params["model"])
+        result["model"]["tokenizer"] = hs_tokenizer.file_hashes(params["model"])
         try:
             result["model"]["default_layers"] = default_layers(result["model"]["num_hidden_layers"])
         except ValueError:
@@ -216,7 +219,7 @@ def main():
     )
     try:
         module.exit_json(changed=False, **gather(module.params))
-    except (sr.ReleaseError, sq.ServiceError) as error:
+    except (OSError, sr.ReleaseError, sq.ServiceError) as error:
         module.fail_json(msg=str(error))
 
 
