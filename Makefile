@@ -50,7 +50,7 @@ demo: engine ## the whole job on this machine: engine, sources, extract.yml, sum
 	@cat .demo/report/summary.txt
 
 .PHONY: test
-test: lint gates unit matrix e2e ## lint, gates, unit tests, the patcher on released sources, and the end-to-end test
+test: lint gates unit matrix releases e2e ## lint, gates, unit tests, the patcher on released sources, a sample of real servers, the end-to-end test
 
 .PHONY: lint
 lint: $(VENV)/.test ## ansible-lint (production), ruff, yamllint
@@ -82,6 +82,10 @@ unit: $(VENV)/.test engine $(ENGINE_PYTEST)/.done ## unit tests, with the engine
 matrix: $(VENV)/.test ## the patcher on the released sources of SGLang; RELEASES=all takes every release
 	python -m pytest tests/releases --ignore tests/releases/engine $(PYTEST_ARGS)
 
+.PHONY: releases
+releases: engine $(ENGINE_PYTEST)/.done ## real servers of several releases against transformers; SERVERS=all runs every case
+	PYTHONPATH=$(ENGINE_PYTEST) $(ENGINE)/venv/bin/python -m pytest tests/releases/engine --verbose $(PYTEST_ARGS)
+
 .PHONY: e2e
 e2e: $(VENV)/.test engine ## the end-to-end test on the real engine
 	python -m pytest tests/integration --capture=no --verbose $(PYTEST_ARGS)
@@ -91,8 +95,9 @@ molecule: $(VENV)/.molecule ## the same job in a container with systemd; SCENARI
 	molecule test --scenario-name $(SCENARIO)
 
 .PHONY: drills
-drills: $(VENV)/.molecule ## every release of SGLang, and every molecule scenario but the default one
+drills: $(VENV)/.molecule ## every release of SGLang, as source and as server, and every molecule scenario but the default one
 	$(MAKE) matrix RELEASES=all
+	$(MAKE) releases SERVERS=all
 	@for scenario in $$(cd molecule && ls -d */ | tr -d / | grep -v -x default); do molecule test --scenario-name "$$scenario"; done
 
 .PHONY: sanity

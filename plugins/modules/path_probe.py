@@ -57,7 +57,9 @@ problems:
   type: list
   elements: dict
 paths:
-  description: Each path with C(existing), the directory probed, and C(free), the bytes free there.
+  description:
+    - Each path with C(existing), the directory probed, C(free), the bytes free there, and C(network), type and source of its
+      file system where that is one that other hosts may see too, else empty.
   returned: always
   type: list
   elements: dict
@@ -67,6 +69,7 @@ import errno
 import fcntl
 import os
 import pwd
+import re
 import stat
 import tempfile
 
@@ -93,10 +96,51 @@ def write_probe(directory: str) -> OSError | None:
     return None
 
 
+# A source with the name of a host in it says so too: HOST:/export, //HOST/share.
+NETWORK_TYPES = {
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "gfs2",
+    "gpfs",
+    "lustre",
+    "nfs",
+    "nfs4",
+    "ocfs2",
+    "panfs",
+    "smb3",
+    "virtiofs",
+    "wekafs",
+    "9p",
+}
+NETWORK_SOURCE = re.compile(r"[^/]+:/|//")
+
+
+def network_of(device: int, mounts: str) -> str:
+    """Type and source of the file system of that device where other hosts may see it too; mounts is a mountinfo file's text."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.splitlines():
+        fields, _dash, rest = line.partition(" - ")
+        kind, source = [*rest.split(" "), "", ""][:2]
+        if fields.split(" ")[2:3] == [wanted] and (kind in NETWORK_TYPES or NETWORK_SOURCE.match(source)):
+            return f"{kind} {source}"
+    return ""
+
+
+def mountinfo() -> str:
+    """The mounts of this host; empty where the kernel does not tell."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
 def probe(entry: dict) -> tuple[dict, list[dict]]:
     """Probe one path; return (findings, problems)."""
     path, variable = entry["path"], entry["variable"]
-    found = {"path": path, "existing": nearest_existing(path), "free": None, "device": None}
+    found = {"path": path, "existing": nearest_existing(path), "free": None, "device": None, "network": ""}
 
     def problem(what: str, remedy: str) -> tuple[dict, list[dict]]:
         return found, [{"what": f"{variable}: {what}", "remedy": remedy}]
@@ -118,7 +162,8 @@ def probe(entry: dict) -> tuple[dict, list[dict]]:
             else f"make it writable for {pwd.getpwuid(os.geteuid()).pw_name}, or set {variable} to a directory that is",
         )
     vfs = os.statvfs(found["existing"])
-    found.update(free=vfs.f_bavail * vfs.f_frsize, device=os.stat(found["existing"]).st_dev)
+    device = os.stat(found["existing"]).st_dev
+    found.update(free=vfs.f_bavail * vfs.f_frsize, device=device, network=network_of(device, mountinfo()))
     return found, []
 
 

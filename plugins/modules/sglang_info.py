@@ -134,8 +134,9 @@ model_file:
   type: str
 model:
   description:
-    - V(architecture), V(hidden_size), V(num_hidden_layers), V(vocab_size), V(dtype), V(fingerprint) of the weights and
-      V(default_layers) (empty for a model that is too small for the rule).
+    - V(architecture), V(hidden_size), V(num_hidden_layers), V(vocab_size), V(dtype), V(fingerprint) of the weights,
+      V(tokenizer) (hashes of the files that decide token ids) and V(default_layers) (empty for a model that is too small
+      for the rule).
   returned: when O(model) is given
   type: dict
 capture_args:
@@ -194,6 +195,7 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_limits as limits
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
+from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_tokenizer
 from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_found as found
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_place as place_of
@@ -269,6 +271,7 @@ def gather(params):
             result["memory"] = memory
     if place["model"]:
         result["model"] = sr.model_facts(place["model"])
+        result["model"]["tokenizer"] = hs_tokenizer.file_hashes(place["model"])
         try:
             result["model"]["default_layers"] = default_layers(result["model"]["num_hidden_layers"])
         except ValueError:
@@ -296,7 +299,7 @@ def main():
     )
     try:
         module.exit_json(changed=False, **gather(module.params))
-    except (sr.ReleaseError, sq.ServiceError, pr.RecordError) as error:
+    except (OSError, sr.ReleaseError, sq.ServiceError, pr.RecordError) as error:
         module.fail_json(msg=str(error))
 
 

@@ -62,3 +62,31 @@ def test_a_full_file_system_asks_for_room(tmp_path, monkeypatch):
     monkeypatch.setattr(path_probe.os, "fsync", full)
     problem = path_probe.probe(entry(tmp_path))[1][0]
     assert "No space left on device" in problem["what"] and problem["remedy"].startswith("free space there")
+
+
+MOUNTS = """\
+22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+30 22 0:44 / /data rw - nfs4 filer:/export/states rw,vers=4.2
+31 22 0:45 / /scratch rw shared:3 - lustre 10.0.0.1@tcp:/work rw
+32 22 0:46 / /dev/shm rw - tmpfs tmpfs rw
+33 22 0:47 / /mnt rw - fuse.sshfs me@filer:/x rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "network"),
+    [
+        ((254, 0), ""),
+        ((0, 44), "nfs4 filer:/export/states"),
+        ((0, 45), "lustre 10.0.0.1@tcp:/work"),
+        ((0, 46), ""),
+        ((0, 47), "fuse.sshfs me@filer:/x"),
+        ((9, 9), ""),
+    ],
+)
+def test_a_file_system_that_other_hosts_see_is_told(device, network):
+    assert path_probe.network_of(os.makedev(*device), MOUNTS) == network
+
+
+def test_the_mounts_of_this_host_are_read(tmp_path):
+    assert path_probe.mountinfo() and path_probe.probe(entry(tmp_path))[0]["network"] == ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.metadata
+import importlib.util
 import shutil
 import sys
 import sysconfig
@@ -39,7 +40,7 @@ def install_shim(shim: Path) -> None:
 
 def declare_operators() -> None:
     """Put the declarations before everything else that torchvision does."""
-    path = SITE / "torchvision" / "__init__.py"
+    path = Path(importlib.util.find_spec("torchvision").origin)
     source = path.read_text(encoding="utf-8")
     if not source.startswith(TORCHVISION_PRELUDE):
         path.write_text(TORCHVISION_PRELUDE + source, encoding="utf-8")

@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PretrainedConfig, PreTrainedModel
 
 CONTEXT = 2048
 
@@ -69,10 +70,10 @@ def config_fields(layers: int, dense: int, hidden: int, vocab: int) -> dict:
     }
 
 
-def random_model(fields: dict, seed: int) -> DeepseekV3ForCausalLM:
+def random_model(make: Callable[[PretrainedConfig], PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
     """A model with random weights; norms and routing biases too, so that a test sees when one is left out."""
     torch.manual_seed(seed)
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**copy.deepcopy(fields))).to(torch.float32).eval()
+    model = make(config).to(torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("norm.weight", "layernorm.weight")):
@@ -81,6 +82,16 @@ def random_model(fields: dict, seed: int) -> DeepseekV3ForCausalLM:
             if name.endswith("e_score_correction_bias"):
                 bias.copy_(0.1 * torch.randn_like(bias))
     return model
+
+
+def write_checkpoint(directory: Path, model: PreTrainedModel, fields: dict) -> None:
+    """Write weights and config.json; `fields` are the configuration's, in the spelling of the published checkpoints."""
+    model.save_pretrained(directory)
+    # What save_pretrained writes is spelled for transformers; SGLang of every release reads this.
+    config = {"architectures": [type(model).__name__], "model_type": model.config.model_type, "torch_dtype": "float32", **fields}
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    for path in directory.iterdir():
+        path.chmod(0o644)  # safetensors writes for its owner only; a server may run as another user.
 
 
 def main() -> None:
@@ -95,13 +106,8 @@ def main() -> None:
     options = parser.parse_args()
 
     fields = config_fields(options.layers, options.dense, options.hidden, options.vocab)
-    model = random_model(fields, options.seed)
-    model.save_pretrained(options.directory)
-    # What save_pretrained writes is spelled for transformers; SGLang of every release reads this.
-    config = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "float32", **fields}
-    (options.directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    for path in options.directory.iterdir():
-        path.chmod(0o644)  # safetensors writes for its owner only; a server may run as another user.
+    model = random_model(DeepseekV3ForCausalLM, DeepseekV3Config(**copy.deepcopy(fields)), options.seed)
+    write_checkpoint(options.directory, model, fields)
     if options.stamp:
         (options.directory / options.stamp).touch()
     print(f"{options.directory}: {sum(weight.numel() for weight in model.parameters())} parameters")

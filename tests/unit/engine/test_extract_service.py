@@ -29,7 +29,8 @@ def test_specforge_files_hold_just_what_the_server_captured(site):
         record = site.dataset.record(entry["id"])
         path = site.output / entry["file"]
         assert entry["file"] == f"specforge/rows_0-2000/data_{entry['id']}.ckpt"
-        assert (entry["source"], entry["line"], entry["tokens"]) == (record.source, record.line, len(record.input_ids))
+        origin = (entry["source"], entry["source_file"], entry["line"], entry["tokens"])
+        assert origin == (record.source, record.file, record.line, len(record.input_ids))
         assert (entry["bytes"], entry["sglang_version"]) == (path.stat().st_size, "0.5.20")
         assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
         data = torch.load(path, weights_only=True, mmap=True)

@@ -41,6 +41,8 @@ def _pack(options: argparse.Namespace) -> int:
 
     result = pack(_read_json(options.config), options.out_dir, options.dry_run)
     print("\n".join(result["table"]))
+    if result["rejects"]:
+        print(f"what was rejected: {result['rejects']}")
     _print(result)
     return 0
 
@@ -122,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(function=function)
         return command
 
-    command = add("pack", _pack, "Merge tokenized JSONL sources into one packed data set.")
+    command = add("pack", _pack, "Merge sources into one packed data set.")
     command.add_argument("--config", required=True, help="JSON file with sources and settings, - for standard input")
     command.add_argument("--out-dir", help="directory below which the data set goes")
     command.add_argument("--dry-run", action="store_true", help="read and count, write nothing")

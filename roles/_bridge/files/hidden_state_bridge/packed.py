@@ -2,9 +2,11 @@
 """Owner of the packed data set: a directory of .npy files and meta.json, read by memory map.
 
 tokens.npy int32 [T], loss_mask.npy uint8 [T], offsets.npy int64 [R+1] (record r is [offsets[r], offsets[r+1])),
-source.npy int32 [R] (index into meta.sources), line.npy int64 [R] (1-based line in its source).
-meta.json holds counts, the sources with their hashes, the hash of each file, and `sha256`: the data set's hash, over the
-canonical JSON of all the rest. It depends on contents and settings, never on where sources or the set itself lie.
+source.npy int32 [R] (index into meta.sources), file.npy int32 [R] (index into that source's files), line.npy int64 [R]
+(1-based line or row in that file): about 5 bytes a token.
+meta.json holds counts, the tokenizer, the sources with their hashes, the hashes of each file's blocks, and `sha256`: the
+data set's hash, over the canonical JSON of all the rest. It depends on contents and settings, never on where sources or
+the set itself lie.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+import hs_blocks
+
 from .errors import ConfigError, Refusal
 
-FORMAT = "hidden_state_bridge.packed/1"
+FORMAT = "hidden_state_bridge.packed/2"
 META = "meta.json"
-DTYPES = {"tokens": np.int32, "loss_mask": np.uint8, "offsets": np.int64, "source": np.int32, "line": np.int64}
-BLOCK_BYTES = 1 << 22
+DTYPES = {"tokens": np.int32, "loss_mask": np.uint8, "offsets": np.int64, "source": np.int32, "file": np.int32, "line": np.int64}
+# A block is hashed by itself, and is what is copied again where it differs.
+BLOCK_BYTES = 16 << 20
+WRITE_BYTES = 1 << 22
 REMEDY = "pack and stage the data set again"
 
 
@@ -34,6 +40,7 @@ class Record:
     input_ids: np.ndarray
     loss_mask: np.ndarray
     source: str
+    file: str
     line: int
 
 
@@ -43,13 +50,17 @@ def meta_hash(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def open_private(path: str, flags: int) -> int:
+    """An opener that makes files for their owner alone, as they are on the hosts."""
+    return os.open(path, flags, 0o600)
+
+
 class ArrayWriter:
-    """Writes one one-dimensional .npy file of known length from start to end, and hashes it on the way."""
+    """Writes one one-dimensional .npy file of known length from start to end, and hashes its blocks on the way."""
 
     def __init__(self, directory: str, name: str, length: int) -> None:
-        self._stream: BinaryIO = open(os.path.join(directory, name + ".npy"), "xb", buffering=BLOCK_BYTES)
-        self._digest = hashlib.sha256()
-        self._bytes = 0
+        self._stream: BinaryIO = open(os.path.join(directory, name + ".npy"), "xb", buffering=WRITE_BYTES, opener=open_private)
+        self._hashes = hs_blocks.BlockHashes(BLOCK_BYTES)
         self._dtype = np.dtype(DTYPES[name])
         self._left = length
         header = _Buffer()
@@ -58,8 +69,7 @@ class ArrayWriter:
 
     def _put(self, data: Any) -> None:
         self._stream.write(data)
-        self._digest.update(data)
-        self._bytes += len(data)
+        self._hashes.update(data)
 
     def write(self, values: np.ndarray | bytes) -> None:
         """Append values, or the bytes of values, of the file's dtype."""
@@ -68,13 +78,13 @@ class ArrayWriter:
         self._put(data)
 
     def close(self) -> dict[str, Any]:
-        """Make the file durable; returns its `bytes` and `sha256` for meta.json."""
+        """Make the file durable; returns its `bytes` and the SHA-256 of each of its `blocks` for meta.json."""
         if self._left:
             raise ValueError(f"{self._left} values are missing")
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
-        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
+        return self._hashes.close()
 
 
 class _Buffer(bytearray):
@@ -106,8 +116,9 @@ class PackedDataset:
         except (KeyError, TypeError, ValueError) as error:
             raise Refusal(f"data set {path} is damaged: {error!r}; {REMEDY}") from error
         self._tokens, self._loss_mask = arrays["tokens"], arrays["loss_mask"]
-        self._offsets, self._source, self._line = arrays["offsets"], arrays["source"], arrays["line"]
+        self._offsets, self._source, self._file, self._line = (arrays[name] for name in ("offsets", "source", "file", "line"))
         self._names = [source["name"] for source in self.meta["sources"]]
+        self._files = [[file["path"] for file in source["files"]] for source in self.meta["sources"]]
         self.lengths = np.diff(self._offsets)
 
     def _map(self, name: str) -> np.ndarray:
@@ -129,24 +140,24 @@ class PackedDataset:
         if not 0 <= index < len(self):
             raise IndexError(index)
         first, last = int(self._offsets[index]), int(self._offsets[index + 1])
+        source = self._source[index]
         return Record(
             index,
             self._tokens[first:last],
             self._loss_mask[first:last],
-            self._names[self._source[index]],
+            self._names[source],
+            self._files[source][self._file[index]],
             int(self._line[index]),
         )
 
     def check_content(self) -> None:
-        """Read every file and compare its hash with meta.json. Raises Refusal with the file's name."""
+        """Read every file and compare its blocks with meta.json. Raises Refusal with the file's name."""
         for name, expected in self.meta["files"].items():
             file = os.path.join(self.path, name)
-            digest = hashlib.sha256()
-            with open(file, "rb") as stream:
-                for block in iter(lambda: stream.read(BLOCK_BYTES), b""):
-                    digest.update(block)
-            if digest.hexdigest() != expected["sha256"]:
-                raise Refusal(f"data set file {file} has another hash than {META} says; {REMEDY}")
+            wrong = hs_blocks.wrong_blocks(file, expected, self.meta["block_bytes"])
+            if wrong:
+                where = ", ".join(str(block * self.meta["block_bytes"]) for block in wrong[:5])
+                raise Refusal(f"data set file {file} has another hash than {META} says, from byte {where}; {REMEDY}")
 
 
 def open_checked(path: str, expected: str | None) -> PackedDataset:

@@ -88,6 +88,7 @@ def store(target: Target, record: Record, rid: str, pieces: list[str]) -> dict[s
     return {
         "id": record.index,
         "source": record.source,
+        "source_file": record.file,
         "line": record.line,
         "file": name,
         "bytes": size,

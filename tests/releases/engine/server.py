@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""One SGLang server on this machine's CPU: start, requests, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import yaml
+
+import sglang_release
+from engines import ROOT, Engine
+
+# Seconds. A start takes 10 to 40 on two idle cores, and minutes on a busy machine.
+START, STOP, ANSWER = 300, 60, 120
+SHOWN_LINES = 40
+
+
+class ServerError(Exception):
+    """The server did not do as asked; the message ends with the last lines of its log."""
+
+
+def usable_cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def free_port() -> int:
+    """A port low enough for releases that want a second one, 10,000 above."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+class Server:
+    """A server with the capture flags of its release, as a context: started on entry, gone on exit.
+
+    `environment` is added to the server's; its log is `log`.
+    """
+
+    def __init__(self, engine: Engine, model: Path, tp_size: int, log: Path, environment: dict[str, str]) -> None:
+        settings = yaml.safe_load((ROOT / "roles" / "_sglang_cpu" / "vars" / "main.yml").read_text())
+        self.log = log
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self._command = [
+            *[engine.python, "-m", "sglang.launch_server", "--model-path", model, "--tp-size", str(tp_size)],
+            *["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]],
+            *settings["_sglang_cpu_server_args"],
+            *sglang_release.capture_arguments(engine.release),
+        ]
+        self._environment = {
+            **os.environ,
+            **settings["_sglang_cpu_server_environment"],
+            **sglang_release.capture_environment(engine.release),
+            # One core a rank: ranks that share cores wait for each other.
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, usable_cores()[:tp_size])),
+            **environment,
+        }
+
+    def __enter__(self) -> Server:
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, cwd=self.log.parent, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_failure: object) -> None:
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP)
+        # Some releases leave workers behind when they end.
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def members(self) -> list[int]:
+        """The processes of the session that the server leads, itself included."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                # After the name in brackets: state, parent, group, session.
+                state, _parent, _group, session = path.read_text().rpartition(")")[2].split()[:4]
+                if int(session) == self._process.pid and state != "Z":
+                    found.append(int(path.parent.name))
+        return found
+
+    def generate(self, input_ids: list[int], rid: str, new_tokens: int = 0) -> dict:
+        """One greedy request; returns SGLang's answer."""
+        sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({"input_ids": input_ids, "rid": rid, "sampling_params": sampling}).encode()
+        request = urllib.request.Request(f"{self.url}/generate", body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise self.failure(f"{rid}: {error} {error.read(2000).decode('utf-8', 'replace')}") from error
+        except OSError as error:
+            raise self.failure(f"{rid}: {error}") from error
+
+    def failure(self, message: str) -> ServerError:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return ServerError("\n".join([message, f"the last lines of {self.log}:", *lines[-SHOWN_LINES:]]))
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise self.failure(f"the server ended with status {self._process.returncode} before it was ready")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=30):
+                    return
+            except OSError:
+                time.sleep(1)
+        raise self.failure(f"the server was not ready after {START} s")

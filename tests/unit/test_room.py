@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What preflight says of a data set that does not fit, and of a file system that all hosts fill together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTPUT = {"path": "/data/states", "network": "nfs4 filer:/export", "free": 100_000_000_000}
+
+
+def last_task(role: str, name: str) -> dict:
+    tasks = yaml.safe_load((ROOT / "roles" / role / "tasks" / f"{name}.yml").read_text())
+    return tasks[-1]
+
+
+@pytest.fixture
+def evaluate(tmp_path):
+    """Runs one task for two hosts with those variables, and returns the fact that it sets."""
+    (tmp_path / "ansible.cfg").touch()
+
+    def run(task: dict, fact: str, **variables) -> dict:
+        show = {
+            "ansible.builtin.copy": {
+                "content": "{{ %s | to_json }}" % fact,
+                "dest": f"{tmp_path}/{{{{ inventory_hostname }}}}",
+                "mode": "0600",
+            }
+        }
+        (tmp_path / "play.yml").write_text(json.dumps([{"hosts": "all", "gather_facts": False, "tasks": [task, show]}]))
+        local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, **variables}
+        hosts = {name: dict(local, extraction_plan={"bytes": size}) for name, size in (("one", 60_000_000_000), ("two", 45_000_000_000))}
+        (tmp_path / "hosts.json").write_text(json.dumps({"all": {"hosts": hosts}}))
+        command = [str(Path(sys.executable).parent / "ansible-playbook"), "play.yml", "-i", "hosts.json"]
+        environment = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "LC_ALL": "C.UTF-8"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return {name: json.loads((tmp_path / name).read_text()) for name in hosts}
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("free", "network", "refused"), [(100, "nfs4 filer:/export", True), (107, "nfs4 filer:/export", False), (100, "", False)]
+)
+def test_hosts_that_share_a_file_system_need_room_for_all(evaluate, free, network, refused):
+    """60 and 45 GB, and 1 GB that stays free: each alone fits into 100 GB."""
+    found = evaluate(
+        last_task("extraction", "preflight"),
+        "extraction_problems",
+        extraction_output_dir="/data/states",
+        extraction_min_free_bytes=1_000_000_000,
+        __extraction_before={"conflict": ""},
+        __extraction_settings_check={"rc": 0},
+        __extraction_paths={"problems": [], "paths": [dict(OUTPUT, free=free * 10**9, network=network)]},
+    )
+    if not refused:
+        assert found == {"one": [], "two": []}
+        return
+    (problem,) = found["one"]
+    assert problem["what"] == (
+        "extraction_output_dir: /data/states is on nfs4 filer:/export, where all hosts together write 106.0 GB and 100.0 GB are free"
+    )
+    assert problem["remedy"] == "free 6.0 GB there, or choose another file system"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "different"),
+    [
+        ({"tokenizer.json": "1", "merges.txt": "2"}, {"tokenizer.json": "1", "merges.txt": "2"}, ""),
+        ({"tokenizer.json": "1", "merges.txt": "2"}, {"tokenizer.json": "9", "merges.txt": "2"}, "tokenizer.json"),
+        ({"tokenizer.json": "1"}, {"tiktoken.model": "1"}, "tiktoken.model, tokenizer.json"),
+        (None, {"tokenizer.json": "1"}, ""),
+        ({"tokenizer.json": "1"}, {}, ""),
+    ],
+)
+def test_a_data_set_of_another_tokenizer_is_refused(evaluate, ours, theirs, different):
+    found = evaluate(
+        last_task("dataset_stage", "pack"),
+        "dataset_stage_problems",
+        dataset_stage_packed={"meta": {"tokenizer": {"files": ours} if ours else None}},
+        sglang_server_info={"model": {"tokenizer": theirs}},
+        sglang_server_model="/models/Kimi-K2.5",
+    )["one"]
+    if not different:
+        assert found == []
+        return
+    assert found[0]["what"] == f"the data set was tokenized with another tokenizer than that of /models/Kimi-K2.5: {different} differs"
+    assert "set dataset_stage_tokenizer to the directory of the one that was used" in found[0]["remedy"]
