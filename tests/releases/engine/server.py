@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-import sglang_release
+import sglang_flags
 from engines import ROOT, Engine
 
 # Seconds. A start takes 10 to 40 on two idle cores, and minutes on a busy machine.
@@ -56,12 +56,12 @@ class Server:
             *[engine.python, "-m", "sglang.launch_server", "--model-path", model, "--tp-size", str(tp_size)],
             *["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]],
             *settings["_sglang_cpu_server_args"],
-            *sglang_release.capture_arguments(engine.release),
+            *sglang_flags.capture_arguments(engine.release),
         ]
         self._environment = {
             **os.environ,
             **settings["_sglang_cpu_server_environment"],
-            **sglang_release.capture_environment(engine.release),
+            **sglang_flags.capture_environment(engine.release),
             # One core a rank: ranks that share cores wait for each other.
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, usable_cores()[:tp_size])),
             **environment,
