@@ -140,6 +140,10 @@ def unit_layer(record, argv, environment, tag):
         "[Service]",
         "Type=exec",
         "PIDFile=",
+        # As a unit of ours: a wrong argument ends the wait at once, and is the last thing in the log.
+        "Restart=on-failure",
+        "RestartSec=10",
+        "RestartPreventExitStatus=2",
         "EnvironmentFile=" + variables,
     ]
     lines += ["UnsetEnvironment=" + name for name in record.get("removed") or []]

@@ -148,7 +148,14 @@ def test_the_layer_of_a_unit():
         "ExecStart=",
         'ExecStart="/opt/bin/python3" "-m" "sglang.launch_server" "--model-path" "/m %%i $$x \\"q\\"" "--disable-radix-cache"',
     ]
-    assert {"[Service]", "Type=exec", "UnsetEnvironment=GONE", "EnvironmentFile=" + variables} <= set(lines)
+    assert {
+        "[Service]",
+        "Type=exec",
+        "Restart=on-failure",
+        "RestartPreventExitStatus=2",
+        "UnsetEnvironment=GONE",
+        "EnvironmentFile=" + variables,
+    } <= set(lines)
     assert files[variables] == 'FROM_SCRIPT="y"\nHIDDEN_STATE_BRIDGE_SERVICE="tag"\nSGLANG_HS_DUMP_DIR="/dumps"\n'
 
 
