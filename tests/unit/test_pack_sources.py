@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import random
 import sys
@@ -14,7 +15,7 @@ import pytest
 import zstandard
 from packing import SUFFIXES, contents, lines_of, packed, write
 
-from hidden_state_bridge import columns, pack, reading, scan, sources, streams
+from hidden_state_bridge import columns, pack, reading, records, scan, sources, streams
 from hidden_state_bridge.errors import Refusal
 
 
@@ -240,3 +241,24 @@ def test_a_parquet_file_of_null_values_and_other_columns(tmp_path):
     pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(Refusal, match=r"a .*a\.parquet:2: input_ids is null, not a list"):
         packed(tmp_path / "out", [{"name": "a", "path": str(tmp_path / "a.parquet")}])
+
+
+@pytest.mark.parametrize("form", [{}, {"separators": (",", ":")}, {"separators": (" ,", " : ")}, {"separators": (",\t", ": ")}])
+def test_masks_in_any_spelling_of_json(tmp_path, form):
+    """Also where an object in the row, or an escaped key, has the mask's name."""
+    rows = rows_of(10)
+    trap = {"meta": {"loss_mask": [1, 1, 1]}, "text": 'say "loss_mask": [0, 1]'}
+    lines = [json.dumps(row, **form) for row in rows]
+    lines += [json.dumps({**trap, **row}, **form) for row in rows]
+    lines += [json.dumps({**row, **trap}, **form) for row in rows]
+    lines += [json.dumps(row, **form).replace("loss_mask", "loss\\u005fmask") for row in rows]
+    lines += [json.dumps({**row, "loss_mask": [bool(bit) for bit in row["loss_mask"]]}, **form) for row in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data, _ = packed(tmp_path / "out", [{"name": "a", "path": str(tmp_path / "a.jsonl")}])
+    found = [(ids, mask) for _s, _f, _line, ids, mask in sorted(contents(data))]
+    assert found == [(row["input_ids"], row["loss_mask"]) for row in rows] * 5
+
+
+@pytest.mark.parametrize("text", [b"", b"2", b"0,", b"0, 1,1", b"0,1, 1", b"0 1", b"01", b"0,  1", b"-1", b"0,2", b"1.", b", 0"])
+def test_a_mask_of_another_form_is_left_to_the_parser_of_json(text):
+    assert records.plain_mask(text) is None
