@@ -80,14 +80,19 @@ class Server:
         return self
 
     def __exit__(self, *_failure: object) -> None:
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP)
+        os.kill(self._process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + STOP
+        while self._ended() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
         # Some releases leave workers behind when they end.
         for pid in self.members():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
+
+    def _ended(self) -> os.waitid_result | None:
+        """How the server ended, None while it runs. This does not reap it: its number, which names the session, stays taken."""
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
     def members(self) -> list[int]:
         """The processes of the session that the server leads, itself included."""
@@ -120,8 +125,9 @@ class Server:
     def _wait(self) -> None:
         deadline = time.monotonic() + START
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise self.failure(f"the server ended with status {self._process.returncode} before it was ready")
+            ended = self._ended()
+            if ended is not None:
+                raise self.failure(f"the server ended with status {ended.si_status} before it was ready")
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=30):
                     return
