@@ -56,6 +56,7 @@ def test_hosts_that_share_a_file_system_need_room_for_all(evaluate, free, networ
         last_task("extraction", "preflight"),
         "extraction_problems",
         extraction_output_dir="/data/states",
+        extraction_dump_dir="/data/dumps",
         extraction_min_free_bytes=1_000_000_000,
         __extraction_before={"conflict": ""},
         __extraction_settings_check={"rc": 0},
