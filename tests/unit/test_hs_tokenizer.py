@@ -40,11 +40,11 @@ def test_code_of_its_own(tmp_path):
 def test_the_model_of_a_host_is_told_with_its_tokenizer(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     service = dict.fromkeys(("manager", "name", "state", "pid", "since", "detail", "environment"))
-    monkeypatch.setattr(sglang_info.sr, "installation", lambda _python: {"release": "0.5.20", "models": "/models"})
+    monkeypatch.setattr(sglang_info.sr, "installation", lambda *_asked: {"package": "/sglang", "release": "0.5.20", "models": "/models"})
     monkeypatch.setattr(sglang_info.sr, "model_facts", lambda _model: {"num_hidden_layers": 61})
     monkeypatch.setattr(sglang_info.sq, "query", lambda *_asked: {**service, "argv": [], "processes": []})
     monkeypatch.setattr(sglang_info.probe, "health", lambda *_asked: ("down", ""))
     monkeypatch.setattr(sglang_info.hp, "port_holders", lambda *_asked: [])
-    names = ("manager", "name", "port", "host", "api_key", "arguments")
-    asked = {**dict.fromkeys(names, ""), "python": "python", "model": str(tmp_path), "state_dir": str(tmp_path), "arguments": []}
-    assert sglang_info.gather({**asked, "port": 1})["model"]["tokenizer"] == hs_tokenizer.file_hashes(str(tmp_path)) != {}
+    asked = {"python": "python", "pythonpath": "", "model": str(tmp_path), "host": "127.0.0.1", "port": 1, "manager": "systemd"}
+    asked.update(name="sglang", state_dir=str(tmp_path), user="root", api_key="", arguments=[], extra_arguments=[])
+    assert sglang_info.gather(asked)["model"]["tokenizer"] == hs_tokenizer.file_hashes(str(tmp_path)) != {}
