@@ -221,9 +221,10 @@ def test_a_full_file_system_is_an_error_marker(tmp_path: Path) -> None:
     path = tmp_path / "small"
     with small_tmpfs(path, "256k"):
         to = dumping.make_writer(settings(path), HIDDEN, directory=1 << 30)
-        forward(to, ("hsb-a", 100))
-        forward(to, ("hsb-b", 1000))
-        forward(to, ("hsb-c", 50))
+        # One after the other: while a dump that does not fit is being written, there is no room for any other.
+        for rid, tokens in (("hsb-a", 100), ("hsb-b", 1000), ("hsb-c", 50)):
+            forward(to, (rid, tokens))
+            assert to.drain(20)
         assert dumping.names(to, path) == ["hsb-a.0.safetensors", "hsb-b.error.json", "hsb-c.0.safetensors"]
         assert "No space left" in marker(path, "hsb-b")["reason"]
         assert marker(path, "hsb-b")["remedy"] == f"make room in {path}"
