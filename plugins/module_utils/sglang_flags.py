@@ -194,6 +194,8 @@ def capture_problems(facts, arguments):
             "prefill runs by CUDA graph (%s), which skips the capture (remedy: --disable-prefill-cuda-graph)"
             % facts["prefill_graph_backend"]
         )
+    elif "prefill_graph_backend" not in facts and facts.get("disable_piecewise_cuda_graph") is False:
+        problems.append("prefill runs by CUDA graph, which skips the capture (remedy: --disable-piecewise-cuda-graph)")
     return problems
 
 

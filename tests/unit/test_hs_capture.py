@@ -125,6 +125,20 @@ def test_server_settings_that_corrupt_states_are_refused(name: str, value: Any, 
         guards.check_settings({**HEALTHY, name: value}.get)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("disable_piecewise_cuda_graph", False, "start with --disable-piecewise-cuda-graph"),
+        ("enable_piecewise_cuda_graph", True, "drop --enable-piecewise-cuda-graph"),
+    ],
+)
+def test_prefill_graphs_of_releases_without_a_configuration_are_refused(name: str, value: bool, remedy: str) -> None:
+    early = {key: setting for key, setting in HEALTHY.items() if key != "cuda_graph_config"}
+    guards.check_settings({**early, name: not value}.get)
+    with pytest.raises(guards.CaptureRefused, match=f"{remedy}, or unset SGLANG_HS_DUMP_DIR"):
+        guards.check_settings({**early, name: value}.get)
+
+
 def test_dump_directory_is_made_private_and_swept(tmp_path: Path) -> None:
     path = tmp_path / "made" / "dumps"
     directory.DumpDirectory(str(path))

@@ -115,6 +115,9 @@ def test_prefill_graphs_are_judged_by_their_backend():
     (problem,) = problems(cuda_graph_config={"prefill": {"backend": "breakable"}}, disable_prefill_cuda_graph=True)
     assert "--disable-prefill-cuda-graph" in problem
     assert problems(disable_prefill_cuda_graph=False) == []
+    for value, count in ((True, 0), (False, 1)):
+        found = problems(version="0.5.12", cuda_graph_config=None, disable_piecewise_cuda_graph=value)
+        assert len(found) == count and all("--disable-piecewise-cuda-graph" in problem for problem in found)
 
 
 def test_a_chunk_size_that_was_asked_for_is_right():

@@ -12,6 +12,7 @@ from typing import Any
 from .dumpfile import COUNTERS_FORMAT
 
 _NAMES = (
+    "forwards",
     "requests",
     "pieces",
     "tokens",
@@ -27,7 +28,7 @@ _NAMES = (
 class Counters:
     """Sums since the start; thread-safe. `fixed` goes into every report as it is.
 
-    requests, tokens, bytes: of written dumps (pieces: their files). ring_waits,
+    forwards: that held a request to dump. requests, tokens, bytes: of written dumps (pieces: their files). ring_waits,
     ring_wait_seconds: how often and long a forward waited for host memory.
     room_waits: how often a writer waited for the directory. drops: error
     markers. markers_lost: of those, the ones that could not be written.
@@ -50,17 +51,13 @@ class Counters:
         with self._lock:
             return self._sums[name]
 
-    def report(self, **present: Any) -> tuple[bytes, bool]:
-        """The content of ``capture.json``, and whether a sum has changed since the last report.
-
-        write_bytes_per_second is the rate since then; `present` goes in as it is.
-        """
+    def report(self, **present: Any) -> bytes:
+        """The content of ``capture.json``; `present` goes in as it is, write_bytes_per_second is the rate since the last one."""
         with self._lock:
             sums = dict(self._sums)
         now = time.monotonic()
         rate = (sums["bytes"] - self._reported["bytes"]) / max(now - self._reported_at, 1e-3)
-        changed = sums != self._reported
         self._reported, self._reported_at = sums, now
         sums["ring_wait_seconds"] = round(sums["ring_wait_seconds"], 3)
-        described = {**self._fixed, "updated": round(time.time(), 3), **sums, "write_bytes_per_second": round(rate), **present}
-        return json.dumps(described).encode(), changed
+        described = {**self._fixed, **sums, "write_bytes_per_second": round(rate), **present}
+        return json.dumps(described).encode()

@@ -131,11 +131,23 @@ def check_settings(read: Callable[[str], Any]) -> None:
         value = read(name)
         if refused(value):
             raise CaptureRefused(f"{name} is {value!r} and {consequence}", remedy)
-    backend = _prefill_graph_backend(read("cuda_graph_config"))
+    graphs = read("cuda_graph_config")
+    backend = _prefill_graph_backend(graphs)
     if _on(backend):
         raise CaptureRefused(
             f"prefill runs from CUDA graphs ({backend}) and the layer loop does not run at replay",
             "start with --disable-prefill-cuda-graph",
+        )
+    # Up to 0.5.13 there is no such configuration; SGLang settles these two by device and model before it loads that.
+    if graphs is None and read("disable_piecewise_cuda_graph") is False:
+        raise CaptureRefused(
+            "disable_piecewise_cuda_graph is False, so prefill runs from CUDA graphs and the layer loop does not run at replay",
+            "start with --disable-piecewise-cuda-graph",
+        )
+    if graphs is None and _on(read("enable_piecewise_cuda_graph")):
+        raise CaptureRefused(
+            "enable_piecewise_cuda_graph is True, so prefill runs from CUDA graphs and the layer loop does not run at replay",
+            "drop --enable-piecewise-cuda-graph",
         )
 
 

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
@@ -95,7 +96,6 @@ class Writer:
         self._pending = 0
         self._done = threading.Condition()
         self._stop = threading.Event()
-        self._active = True
         self._report()
         self._threads = [threading.Thread(target=self._work, name=f"hs-capture-{i}", daemon=True) for i in range(_THREADS)]
         self._threads.append(threading.Thread(target=self._keep_house, name="hs-capture-report", daemon=True))
@@ -105,6 +105,7 @@ class Writer:
     def reserve(self, pieces: list[Piece]) -> Sheet:
         """Host memory for the pieces of a forward, waiting a bounded time. Raises NotCapturable where there is none."""
         self._drop_open()
+        self.counters.add(forwards=1)
         rows = sum(piece.tokens for piece in pieces)
         try:
             block, waited = self._ring.take(self._layout.block_bytes(rows), self._seconds)
@@ -259,12 +260,12 @@ class Writer:
                 complained = True
 
     def _report(self) -> None:
-        """Write the counters while they change, and once more after that."""
+        """Write the counters; whoever waits for a dump sees by `updated` and `queue` that none will come."""
         handle = self._directory.current()
         if handle is None:
             return
         waiting = self._spool.tidy(handle)
-        content, changed = self.counters.report(queue=self._pending, ring_used=self._ring.used(), directory_bytes=waiting)
-        if changed or self._active:
-            self._directory.put(COUNTERS_NAME, content, handle)
-        self._active = changed
+        # The time before the queue: what was submitted by then is in it, or was written.
+        updated = round(time.time(), 3)
+        content = self.counters.report(updated=updated, queue=self._pending, ring_used=self._ring.used(), directory_bytes=waiting)
+        self._directory.put(COUNTERS_NAME, content, handle)

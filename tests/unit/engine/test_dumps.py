@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -50,11 +55,45 @@ def test_a_dump_that_is_no_safetensors_file_is_refused(tmp_path):
         dumps.find(str(tmp_path), "hsb-a-1-0", 9)
 
 
+def report(directory, **present):
+    content = {"format": dumpfile.COUNTERS_FORMAT, "updated": time.time() + 60, "forwards": 3, "queue": 0, "markers_lost": 0, **present}
+    (directory / "capture.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("present", "fault", "text"),
+    [
+        ({}, "none", r"did not pass the capture, which saw 3 forwards .* CUDA graph.*--disable-prefill-cuda-graph .*--disable-piecewise"),
+        ({}, "hole", "left 1 pieces with a hole; start it with --chunked-prefill-size -1"),
+        ({"markers_lost": 2}, "none", "gave 2 requests up without a word"),
+        ({"queue": 1}, "none", r"0\.6 s later .* has no whole dump of hsb-a-1-0; is the server patched"),
+        ({"updated": 0}, "none", "has no whole dump"),
+        ({"format": "another"}, "none", "has no whole dump"),
+    ],
+)
+def test_what_never_comes_is_named_as_soon_as_the_capture_is_known_to_be_idle(tmp_path, present, fault, text):
+    FakeServer(str(tmp_path)).dump("hsb-a-1-0", IDS.tolist(), fault)
+    report(tmp_path, **present)
+    patience = 0.6 if "no whole" in text else 600
+    with pytest.raises(dumps.DumpRejected, match=text):
+        asyncio.run(dumps.wait_for(str(tmp_path), "hsb-a-1-0", 9, patience))
+
+
+def test_a_dump_that_is_late_is_waited_for(tmp_path):
+    report(tmp_path, queue=1)
+    late = threading.Timer(1, FakeServer(str(tmp_path)).dump, ("hsb-a-1-0", IDS.tolist(), "ok"))
+    late.start()
+    assert len(asyncio.run(dumps.wait_for(str(tmp_path), "hsb-a-1-0", 9, 60))) == 1
+    late.join()
+
+
 def test_the_servers_limit_is_read_from_its_counters(tmp_path):
     assert dumps.limit(str(tmp_path)) is None
-    for text, limit in [("{", None), ("[]", None), ("{}", None), ('{"directory_limit": 7}', 7)]:
+    for text in ("{", "[]", "{}", '{"directory_limit": 7}'):
         (tmp_path / "capture.json").write_text(text)
-        assert dumps.limit(str(tmp_path)) == limit
+        assert dumps.limit(str(tmp_path)) is None
+    report(tmp_path, directory_limit=7)
+    assert dumps.limit(str(tmp_path)) == 7
 
 
 def test_what_was_read_is_given_back(tmp_path):

@@ -48,14 +48,7 @@ async def _dump(client: Client, config: ExtractConfig, record: Record, rid: str)
     """Paths of the dump's pieces of one record. Raises as the client and dumps do."""
     await dumps.announce(config.dump_dir, rid, record.input_ids, config.request_timeout)
     await client.prefill(rid, record.input_ids)
-    deadline = time.monotonic() + config.dump_timeout
-    while True:
-        pieces = dumps.find(config.dump_dir, rid, len(record.input_ids))
-        if pieces is not None:
-            return pieces
-        if time.monotonic() > deadline:
-            raise dumps.DumpRejected(f"no whole dump of {rid} in {config.dump_dir}")
-        await asyncio.sleep(POLL_SECONDS)
+    return await dumps.wait_for(config.dump_dir, rid, len(record.input_ids), config.dump_timeout)
 
 
 async def _capture(

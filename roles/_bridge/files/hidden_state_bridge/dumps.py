@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_LONGEST_PAUSE = 0.25
+
+
 class DumpRejected(Exception):
     """The dump is missing or not that of the request; the message says what is wrong with it."""
 
@@ -124,6 +127,46 @@ def find(directory: str, rid: str, tokens: int) -> list[str] | None:
     return pieces
 
 
+async def wait_for(directory: str, rid: str, tokens: int, seconds: float) -> list[str]:
+    """Paths of the pieces of a request that the server has answered, in order; they are normally there by then.
+
+    Raises DumpRejected as `find` does, where the capture says that it has nothing left to write, and after that many seconds.
+    """
+    answered, deadline = time.time(), time.monotonic() + seconds
+    pause = 0.002
+    while True:
+        # The report before the look: what was in work by then is in the queue, or is there.
+        report = counters(directory) if pause >= _LONGEST_PAUSE else {}
+        pieces = find(directory, rid, tokens)
+        if pieces is not None:
+            return pieces
+        if report.get("updated", 0) > answered and report.get("queue") == 0:
+            raise DumpRejected(_never_came(directory, rid, report))
+        if time.monotonic() > deadline:
+            raise DumpRejected(
+                f"the server answered, and {seconds:g} s later {directory} has no whole dump of {rid};"
+                f" is the server patched and started with SGLANG_HS_DUMP_DIR={directory}?"
+            )
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _never_came(directory: str, rid: str, report: dict[str, Any]) -> str:
+    pieces = sum(name.startswith(f"{rid}.") for name in os.listdir(directory))
+    if pieces:
+        return f"the server answered {rid} and its capture left {pieces} pieces with a hole; start it with --chunked-prefill-size -1"
+    if report.get("markers_lost"):
+        return (
+            f"the server answered {rid} and its capture gave {report['markers_lost']} requests up without a word to the extractor;"
+            " read the log of the server on this host, and make room where its dumps go"
+        )
+    return (
+        f"the server answered {rid} and its prefill did not pass the capture, which saw {report.get('forwards', 0)} forwards since its"
+        " start: it ran from a CUDA graph, which skips the patched layer loop. Start the server with --disable-prefill-cuda-graph"
+        " (SGLang 0.5.10 to 0.5.13: --disable-piecewise-cuda-graph)"
+    )
+
+
 def _tokens(path: str) -> int:
     from safetensors import SafetensorError, safe_open
 
@@ -221,13 +264,19 @@ def _check_finite(name: str, tensor_name: str, start: int, tensor: torch.Tensor)
     raise DumpRejected(f"{name}: {tensor_name} has {float(tensor[row, column])} in row {start + row}, column {column}")
 
 
-def limit(directory: str) -> int | None:
-    """Bytes of dumps that the server lets wait in the directory, by its counters; None where it does not say."""
+def counters(directory: str) -> dict[str, Any]:
+    """What the capture reported last, by name; empty where it does not."""
     try:
         with open(os.path.join(directory, dumpfile.COUNTERS_NAME), encoding="utf-8") as stream:
-            return int(json.load(stream)["directory_limit"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+            report = json.load(stream)
+    except (OSError, ValueError):
+        return {}
+    return report if isinstance(report, dict) and report.get("format") == dumpfile.COUNTERS_FORMAT else {}
+
+
+def limit(directory: str) -> int | None:
+    """Bytes of dumps that the server lets wait in the directory, by its counters; None where it does not say."""
+    return counters(directory).get("directory_limit")
 
 
 def give_back(directory: str, stem: str) -> None:

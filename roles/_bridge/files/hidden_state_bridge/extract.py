@@ -257,28 +257,12 @@ class Extraction:
             await dumps.announce(self.config.dump_dir, rid, record.input_ids, self.config.request_timeout)
             await self._client.prefill(rid, record.input_ids)
             self._away_since = None
-            pieces = await self._wait_for_dump(rid, len(record.input_ids))
+            pieces = await dumps.wait_for(self.config.dump_dir, rid, len(record.input_ids), self.config.dump_timeout)
         loop = asyncio.get_running_loop()
         entry = await loop.run_in_executor(self._pool, store.store, self.target, record, rid, pieces)
         durable = loop.create_future()
         self._entries.put_nowait((entry, durable))
         await durable
-
-    async def _wait_for_dump(self, rid: str, tokens: int) -> list[str]:
-        """The dump is normally there when the answer is."""
-        deadline = time.monotonic() + self.config.dump_timeout
-        pause = 0.002
-        while True:
-            pieces = dumps.find(self.config.dump_dir, rid, tokens)
-            if pieces is not None:
-                return pieces
-            if time.monotonic() > deadline:
-                raise dumps.DumpRejected(
-                    f"the server answered, and {self.config.dump_timeout:g} s later {self.config.dump_dir} has no whole"
-                    f" dump of {rid}; is the server patched and started with SGLANG_HS_DUMP_DIR={self.config.dump_dir}?"
-                )
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 0.25)
 
     def _server_away(self, error: ServerAway) -> None:
         since = self._away_since = self._away_since or time.monotonic()
