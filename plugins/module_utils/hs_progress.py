@@ -13,6 +13,10 @@ else:
     import hs_manifest
 
 
+# The capture reports every second.
+SILENT_SECONDS = 15
+
+
 def count(number):
     """A whole number for people: `37,312`."""
     return format(int(number), ",")
@@ -61,6 +65,24 @@ def progress_line(status):
         parts.append("%s free" % size(status["bytes_free"]))
     if status.get("failed_total"):
         parts.append("%s failed" % count(status["failed_total"]))
+    return " \u00b7 ".join(parts)
+
+
+def capture_line(report, now):
+    """One line on what the capture in the server has written, from its counters; `now` in seconds since the epoch."""
+    if not report:
+        return "no capture has reported"
+    parts = [
+        "%s requests" % count(report["requests"]),
+        "%s tokens" % short(report["tokens"]),
+        "%s written, %s/s" % (size(report["bytes"]), size(report["write_bytes_per_second"])),
+        "%s waiting" % size(report["directory_bytes"]),
+        "%s waits for memory (%s)" % (count(report["ring_waits"]), duration(report["ring_wait_seconds"])),
+        "%s given up" % count(report["drops"]),
+    ]
+    age = now - report["updated"]
+    if age > SILENT_SECONDS:
+        parts.append("silent for %s: its server was stopped or hangs" % duration(age))
     return " \u00b7 ".join(parts)
 
 

@@ -171,6 +171,7 @@ def test_verify_names_a_flipped_byte_and_a_missing_file(site):
 def test_status_tells_the_end(site):
     output = site.play("status.yml")
     assert "done" in output and "serving" in output and "0.5.20" in output
+    assert "requests" in output and " given up" in output, "the counters of the capture are not shown"
 
 
 def test_nothing_is_lost_or_doubled_when_extractor_and_controller_are_killed(site):

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from ansible.module_utils.testing import patch_module_args
 
 import hs_manifest as hm
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query
+from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture.counters import Counters
+from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture.dumpfile import COUNTERS_NAME
 from ansible_collections.hidden_state.bridge.plugins.modules import extraction_info
 
 IDENTITY = {"dataset": "d", "weights": "w", "layers": [1, 3, 4], "final": "post_norm", "dtype": "float32"}
@@ -67,3 +70,21 @@ def test_a_damaged_file_of_ours_is_named(ask, tmp_path):
     (tmp_path / hm.RUN).write_text("{")
     found = ask(output_dir=str(tmp_path))
     assert found["failed"] is True and f"{tmp_path / hm.RUN} cannot be read" in found["msg"]
+
+
+def test_the_counters_of_the_capture_are_told(ask, tmp_path):
+    assert "capture" not in ask(output_dir=str(tmp_path))
+    found = ask(output_dir=str(tmp_path), dump_dir=str(tmp_path))
+    assert (found["capture"], found["capture_line"]) == ({}, "no capture has reported")
+    (tmp_path / COUNTERS_NAME).write_text("{")
+    assert ask(output_dir=str(tmp_path), dump_dir=str(tmp_path))["capture"] == {}
+    counters = Counters()
+    counters.add(forwards=3, requests=1204, tokens=2_800_000, bytes=161e9, ring_waits=2, ring_wait_seconds=75.2, drops=1)
+    for age, end in ((0, "1 given up"), (100, "silent for 1 m 40 s: its server was stopped or hangs")):
+        (tmp_path / COUNTERS_NAME).write_bytes(counters.report(updated=time.time() - age, directory_bytes=12.34e9))
+        found = ask(output_dir=str(tmp_path), dump_dir=str(tmp_path))
+        line = " ".join(found["capture_line"].split(" \xb7 "))
+        assert "1,204 requests 2.8 M tokens 161 GB written" in line
+        assert "12.3 GB waiting 2 waits for memory (1 m 15 s) 1 given up" in line
+        assert line.endswith(end)
+        assert found["capture"]["forwards"] == 3

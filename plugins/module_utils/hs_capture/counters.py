@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the capture has done so far, for ``capture.json``."""
+"""What the capture has done so far: ``capture.json``, written by the server and read by whoever asks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from .dumpfile import COUNTERS_FORMAT
+from .dumpfile import COUNTERS_FORMAT, COUNTERS_NAME
 
 _NAMES = (
     "forwards",
@@ -61,3 +61,13 @@ class Counters:
         sums["ring_wait_seconds"] = round(sums["ring_wait_seconds"], 3)
         described = {**self._fixed, **sums, "write_bytes_per_second": round(rate), **present}
         return json.dumps(described).encode()
+
+
+def read_counters(directory: str) -> dict[str, Any]:
+    """What the capture reported last in its dump directory, by name; empty where it does not."""
+    try:
+        with open(os.path.join(directory, COUNTERS_NAME), encoding="utf-8") as stream:
+            report = json.load(stream)
+    except (OSError, ValueError):
+        return {}
+    return report if isinstance(report, dict) and report.get("format") == COUNTERS_FORMAT else {}

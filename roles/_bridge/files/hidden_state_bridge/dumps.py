@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import stat
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hs_capture import dumpfile, expect
+from hs_capture.counters import read_counters
 
 from .errors import ConfigError
 
@@ -136,7 +136,7 @@ async def wait_for(directory: str, rid: str, tokens: int, seconds: float) -> lis
     pause = 0.002
     while True:
         # The report before the look: what was in work by then is in the queue, or is there.
-        report = counters(directory) if pause >= _LONGEST_PAUSE else {}
+        report = read_counters(directory) if pause >= _LONGEST_PAUSE else {}
         pieces = find(directory, rid, tokens)
         if pieces is not None:
             return pieces
@@ -264,19 +264,9 @@ def _check_finite(name: str, tensor_name: str, start: int, tensor: torch.Tensor)
     raise DumpRejected(f"{name}: {tensor_name} has {float(tensor[row, column])} in row {start + row}, column {column}")
 
 
-def counters(directory: str) -> dict[str, Any]:
-    """What the capture reported last, by name; empty where it does not."""
-    try:
-        with open(os.path.join(directory, dumpfile.COUNTERS_NAME), encoding="utf-8") as stream:
-            report = json.load(stream)
-    except (OSError, ValueError):
-        return {}
-    return report if isinstance(report, dict) and report.get("format") == dumpfile.COUNTERS_FORMAT else {}
-
-
 def limit(directory: str) -> int | None:
     """Bytes of dumps that the server lets wait in the directory, by its counters; None where it does not say."""
-    return counters(directory).get("directory_limit")
+    return read_counters(directory).get("directory_limit")
 
 
 def give_back(directory: str, stem: str) -> None:
