@@ -36,6 +36,9 @@ options:
   format:
     description: The format that is asked for. Files of another one in the directory are reported as RV(conflict).
     type: str
+  config:
+    description: The extractor's configuration file. With it, RV(share) says what an extractor that lives works on.
+    type: path
   dump_dir:
     description: The directory where the server's capture leaves dumps. With it, RV(capture) says what the capture counted.
     type: path
@@ -134,6 +137,11 @@ service:
   description: State of the service as its manager has it. V(unknown) without O(name).
   returned: always
   type: str
+share:
+  description: Records that the living extractor was given, as ranges. Empty where none lives.
+  returned: with O(config)
+  type: str
+  sample: 0-5,7,9-12
 capture:
   description: Requests, tokens, bytes, waits and drops of the capture in the server since its start. Empty where none has reported.
   returned: with O(dump_dir)
@@ -160,6 +168,7 @@ def main():
             "run": {"type": "str"},
             "identity": {"type": "dict"},
             "format": {"type": "str"},
+            "config": {"type": "path"},
             "dump_dir": {"type": "path"},
             "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor"], "default": "auto"},
             "name": {"type": "str"},
@@ -184,10 +193,23 @@ def main():
     if found["conflict"] and identity and found["run"] != run:
         found["conflict"] = hs_manifest.other_identity(path, found["identity"], identity)
     found["run"] = run or found["run"]
+    if module.params["config"]:
+        found["share"] = _share(module, found)
     if module.params["dump_dir"]:
         found["capture"] = read_counters(module.params["dump_dir"])
         found["capture_line"] = hs_progress.capture_line(found["capture"], time.time())
     module.exit_json(changed=False, service=service, **found)
+
+
+def _share(module, found):
+    """What a living extractor of this run was given; empty where there is none."""
+    if found["state"] not in ("starting", "running"):
+        return ""
+    try:
+        config = hs_manifest.read_json(module.params["config"]) or {}
+    except hs_manifest.ManifestError as error:
+        module.fail_json(msg="%s; an extractor is at work by it: stop the service of the extractor, and run this again" % error)
+    return config.get("share", "") if config.get("run") == found["run"] else ""
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from hidden_state_bridge.report import summarize, write_report
 IDENTITY = {"dataset": "d" * 64, "weights": "w", "layers": [1, 29, 57], "final": "post_norm", "dtype": "bfloat16"}
 
 
-def host(name, records, **more):
+def host(name, records, first=0, **more):
     info = {
+        "done": f"{first}-{first + records - 1}" if records else "",
         "state": "done",
         "run": "0123456789ab",
         "identity": IDENTITY,
@@ -37,13 +38,14 @@ def host(name, records, **more):
 
 @pytest.fixture
 def request_():
-    return {"format": "specforge", "dataset": {"records": 50, "tokens": 50_000}, "hosts": {"b": host("b", 20), "a": host("a", 30)}}
+    return {"format": "specforge", "dataset": {"records": 50, "tokens": 50_000}, "hosts": {"b": host("b", 20, 30), "a": host("a", 30)}}
 
 
 def test_totals(request_):
     report = summarize(request_)
     assert report["totals"] == {
         "records": 50,
+        "twice": 0,
         "tokens": 50_000,
         "bytes": 50 * 57_344_000,
         "tok_s": 5000.0,
@@ -55,6 +57,21 @@ def test_totals(request_):
     }
     assert [row["host"] for row in report["hosts"]] == ["a", "b"]
     assert report["sources"] == [{"name": "A2", "records": 50, "tokens": 50_000, "bytes": 50 * 57_344_000}]
+
+
+def test_a_record_of_two_hosts_counts_once(request_):
+    request_["hosts"]["b"] = host("b", 20, 25)
+    report = summarize(request_)
+    totals = report["totals"]
+    assert (totals["records"], totals["twice"], totals["complete"]) == (45, 5, False)
+
+
+def test_a_pilot_is_complete_with_its_own_records_and_a_share_that_was_not_reached_is_named(request_, tmp_path):
+    request_["hosts"].pop("b")
+    request_.update(expected={"records": 30, "tokens": 30_000}, held={"far": {"records": 7, "tokens": 7_000}})
+    totals = summarize(request_)["totals"]
+    assert (totals["complete"], totals["records_expected"]) == (True, 30)
+    assert "Held      7 records by far, which was not reached" in write_report(request_, str(tmp_path))["summary"]
 
 
 class Tags(html.parser.HTMLParser):

@@ -54,6 +54,13 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def _claim(options: argparse.Namespace) -> int:
+    from .plan import claim
+
+    _print(claim(_read_json("-")))
+    return 0
+
+
 def _dataset_check(options: argparse.Namespace) -> int:
     from .packed import PackedDataset
 
@@ -131,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("dataset-check", _dataset_check, "Compare a packed data set with its hashes.")
     command.add_argument("dataset", help="the data set's directory")
     add("plan", _plan, "Spread what is left over the hosts; reads and writes JSON.")
+    add("claim", _claim, "Take over what failed hosts left; reads and writes JSON.")
     add("config-check", _config_check, "Check an extractor's settings against the model; reads JSON.")
     command = add("extract", _extract, "Extract this host's share: the service.")
     command.add_argument("--config", required=True, help="the extractor's JSON file, - for standard input")

@@ -9,6 +9,7 @@ import pkgutil
 import tempfile
 from typing import Any
 
+import hs_manifest
 import hs_progress
 
 from .errors import Refusal
@@ -26,8 +27,9 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
     """The report as an object.
 
     request: `{"hosts": {host: {output_dir, **what extraction_info returned, "verify": what verify printed}}}`, with
-    optional `dataset` (meta of the packed set) and `format`. `verify` may be left out or null. Raises Refusal where
-    the hosts are of different runs.
+    optional `dataset` (meta of the packed set), `expected` (`{records, tokens}` of a pilot, else all of the data set),
+    `held` (`{host: {records, tokens}}`, shares of hosts that were not reached) and `format`. `verify` may be left out or
+    null. Raises Refusal where the hosts are of different runs.
     """
     hosts = request.get("hosts")
     if not isinstance(hosts, dict) or not hosts:
@@ -66,6 +68,8 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
         failed += [dict(item, host=host) for item in info.get("failed") or []]
     identity = next((info["identity"] for _host, info in sorted(hosts.items()) if info.get("identity")), {})
     dataset = request.get("dataset") or {}
+    expected = request.get("expected") or dataset
+    distinct = _distinct(hosts)
     totals = {key: sum(row[key] for row in rows) for key in ("records", "tokens", "bytes", "tok_s")}
     return {
         "format": FORMAT,
@@ -75,17 +79,31 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
         "totals": dict(
             totals,
             tok_s=round(totals["tok_s"], 1),
-            records_expected=dataset.get("records"),
-            tokens_expected=dataset.get("tokens"),
+            records=distinct,
+            twice=totals["records"] - distinct,
+            records_expected=expected.get("records"),
+            tokens_expected=expected.get("tokens"),
             failed=len(failed),
-            complete=dataset.get("records") == totals["records"] if dataset else None,
+            # After a pilot there may be more than the next one asks for.
+            complete=distinct >= expected["records"] if expected else None,
             verified=all(row["verified"] for row in rows if row["records"]),
         ),
         "hosts": rows,
+        "held": request.get("held") or {},
         "sources": [dict(counts, name=name) for name, counts in sorted(sources.items())],
         "failed": failed,
         "dataset": {key: dataset[key] for key in ("sha256", "records", "tokens", "max_length", "seed") if key in dataset},
     }
+
+
+def _distinct(hosts: dict[str, Any]) -> int:
+    """Records done, each counted once."""
+    pairs = sorted(pair for info in hosts.values() for pair in hs_manifest.decode_ranges(info.get("done") or ""))
+    count, end = 0, -1
+    for first, last in pairs:
+        count += max(0, last - max(first, end + 1) + 1)
+        end = max(end, last)
+    return count
 
 
 def summary_lines(report: dict[str, Any]) -> list[str]:
@@ -107,12 +125,15 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         f" {', '.join(map(str, report['identity'].get('layers', [])))}"
         f" and {report['identity'].get('final', '')} · {report['identity'].get('dtype', '')}",
         f"Hosts     {hosts:,} ({', '.join(row['host'] for row in working[:4])}{', …' if hosts > 4 else ''})",
-        f"Records   {totals['records']:,}{expected}" + (f", {totals['failed']:,} failed" if totals["failed"] else ""),
+        f"Records   {totals['records']:,}{expected}"
+        + (f", {totals['failed']:,} failed" if totals["failed"] else "")
+        + (f", {totals['twice']:,} on two hosts" if totals["twice"] else ""),
         f"Tokens    {totals['tokens']:,}",
         f"Bytes     {hs_progress.size(totals['bytes'])}",
         f"Speed     {hs_progress.short(totals['tok_s'])} tok/s",
         f"Verified  {verified}",
     ]
+    lines += [f"Held      {share['records']:,} records by {host}, which was not reached" for host, share in report["held"].items()]
     lines += [f"Files     {row['host']}:{row['output_dir']}" for row in working[:4]]
     if hosts > 4:
         lines.append(f"          and {hosts - 4:,} more hosts, see the report")

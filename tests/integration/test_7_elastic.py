@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Hosts that fail and hosts that join: every record once, on real servers."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+import tempfile
+
+import pytest
+from conftest import ENGINE
+from fleet import Fleet, failed
+
+WHOLE = os.environ.get("FLEET") == "all"
+HOSTS = "abc" if WHOLE else "ab"
+PILOT = 60
+RECORDS_A_SOURCE = 15
+SOURCES = 8
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    # A socket of supervisor's lies in there, and its path may not be long.
+    fleet = Fleet(pathlib.Path(tempfile.mkdtemp(prefix="hsb-")), ENGINE, RECORDS_A_SOURCE)
+    for name in HOSTS:
+        fleet.join(name)
+    yield fleet
+    fleet.close()
+
+
+def records(fleet: Fleet) -> collections.Counter:
+    return collections.Counter(entry["id"] for name in fleet.hosts for entry in fleet.manifest(name))
+
+
+def test_what_a_host_leaves_that_dies_is_done_by_the_others_in_the_same_run(fleet):
+    running = fleet.start("extract.yml", extraction_max_records=PILOT)
+    fleet.wait_for_records("b", 3)
+    fleet.kill("b")
+    output = fleet.finish(running)
+    assert running.returncode != 0
+    assert failed(output) == {"b"}
+    assert "records (" in output and "over from b" in output
+    assert set(records(fleet).values()) == {1} and len(records(fleet)) == PILOT
+    totals = fleet.report()["totals"]
+    assert (totals["records"], totals["twice"], totals["complete"]) == (PILOT, 0, True)
+    assert {row["host"] for row in fleet.report()["hosts"] if row["records"]} == set(HOSTS)
+
+
+def test_a_host_that_joins_takes_its_part_and_nothing_is_done_again(fleet):
+    if not WHOLE:
+        pytest.skip("one more run of several servers; FLEET=all runs it, as `make drills` does")
+    before = {name: fleet.manifest(name) for name in HOSTS}
+    fleet.join("d")
+    running = fleet.start("extract.yml")
+    output = fleet.finish(running)
+    assert running.returncode == 0 and failed(output) == set()
+    assert set(records(fleet).values()) == {1} and len(records(fleet)) == RECORDS_A_SOURCE * SOURCES
+    tokens = {}
+    for name in fleet.hosts:
+        lines = fleet.manifest(name)
+        assert lines[: len(before.get(name, []))] == before.get(name, [])
+        tokens[name] = sum(entry["tokens"] for entry in lines[len(before.get(name, [])) :])
+    mean = sum(tokens.values()) / len(tokens)
+    assert all(abs(part / mean - 1) < 0.05 for part in tokens.values()), tokens
