@@ -9,6 +9,7 @@ import pathlib
 import tempfile
 
 import pytest
+
 from conftest import ENGINE
 from fleet import Fleet, failed
 
