@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 from conftest import PATIENCE, ROOT, Site
@@ -55,27 +54,21 @@ class Fleet:
     def start(self, playbook: str, **extra: object) -> subprocess.Popen:
         command = [pathlib.Path(sys.executable).parent / "ansible-playbook", f"playbooks/{playbook}", "-i", self.directory / "hosts.json"]
         environment = {**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0", "XDG_CACHE_HOME": str(self.directory / "cache")}
-        return subprocess.Popen(
-            [*command, "-e", json.dumps(extra)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        with (self.directory / "log").open("w") as log:
+            return subprocess.Popen(
+                [*command, "-e", json.dumps(extra)], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
 
     def finish(self, running: subprocess.Popen) -> str:
-        """Show what the playbook prints until it ends, and return it."""
-        lines = []
-        watchdog = threading.Timer(PATIENCE, os.killpg, (running.pid, signal.SIGKILL))
-        watchdog.start()
-        for line in running.stdout:
-            print(line, end="", flush=True)
-            lines.append(line)
-        watchdog.cancel()
-        running.wait()
-        return "".join(lines)
+        """Wait for the playbook's end; show and return what it printed."""
+        try:
+            running.wait(PATIENCE)
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+            output = (self.directory / "log").read_text()
+            print(output)
+        return output
 
     def manifest(self, name: str) -> list[dict]:
         path = self.directory / "out" / name / "manifest.jsonl"

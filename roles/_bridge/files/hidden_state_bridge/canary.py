@@ -19,7 +19,7 @@ from hs_capture.fingerprints import RID_SUFFIX
 
 from . import dumps
 from .client import Client, RecordRefused, RequestFailed, ServerAway
-from .config import ExtractConfig, read_key
+from .config import ExtractConfig, read_secret
 from .errors import Refusal
 from .packed import PackedDataset, Record
 
@@ -102,7 +102,7 @@ async def _run(config: ExtractConfig, dataset: PackedDataset) -> dict[str, Any]:
     stem, asking = f"{config.rid_prefix}{turn}", f"{config.rid_prefix}{RID_SUFFIX}{turn}"
     prints: list[list[dict[str, np.ndarray]]] = []
     try:
-        async with Client(config.url, read_key(config.api_key_file), config.request_timeout, len(records)) as client:
+        async with Client(config.url, read_secret("api_key_file", config.api_key_file), config.request_timeout, len(records)) as client:
             alone = [await _capture(client, config, layout, r, f"{stem}a{r.index}") for r in records]
             together = await asyncio.gather(
                 *(_capture(client, config, layout, r, f"{stem}t{r.index}") for r in records), return_exceptions=True

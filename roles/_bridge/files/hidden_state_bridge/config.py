@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ SCHEMA = 1
 STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FINAL_STATES = {"post_norm": 1, "pre_norm": 1, "both": 2, "none": 0}
 GIB = 1 << 30
+_TIME = "give a time with its zone, such as 2026-01-31T06:00:00+01:00"
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class ExtractConfig:
     HTTP error of the server. request_timeout, server_wait (how long a server may be away) and dump_timeout (from the
     answer to the dump) are in seconds. min_free_bytes: the output file system is never filled beyond it.
     workers: threads that convert and write, 0 for one chosen from the CPUs. group: who else may read the output.
+    until: a time after which nothing is begun, as ISO 8601 with its zone. metrics_dir: where a Prometheus text file goes.
+    notify_url_file: a file with a URL that is told how the extraction ended.
     """
 
     schema: int
@@ -53,6 +57,23 @@ class ExtractConfig:
     min_free_bytes: int = GIB
     workers: int = 0
     group: str | None = None
+    until: str | None = None
+    metrics_dir: str | None = None
+    notify_url_file: str | None = None
+
+    @property
+    def until_time(self) -> float:
+        """`until` in seconds since the epoch, infinity where it is not set. Raises ConfigError."""
+        if not self.until:
+            return float("inf")
+        try:
+            # Python 3.9 and 3.10 know no Z.
+            moment = datetime.datetime.fromisoformat(self.until.replace("Z", "+00:00"))
+        except ValueError as error:
+            raise ConfigError(f"until is {self.until!r}; {_TIME}") from error
+        if moment.tzinfo is None:
+            raise ConfigError(f"until is {self.until!r} and names no zone; {_TIME}")
+        return moment.timestamp()
 
     @property
     def bytes_per_token(self) -> int:
@@ -67,7 +88,7 @@ class ExtractConfig:
 
 
 _TEXT = ("run", "dataset", "share", "url", "dump_dir", "output_dir", "format", "final", "dtype", "rid_prefix")
-_OPTIONAL_TEXT = ("api_key_file", "state_dir", "group")
+_OPTIONAL_TEXT = ("api_key_file", "state_dir", "group", "until", "metrics_dir", "notify_url_file")
 _LEAST = {"hidden_size": 1, "concurrency": 1, "retries": 0, "min_free_bytes": 0, "workers": 0}
 _SECONDS = ("request_timeout", "server_wait", "dump_timeout")
 
@@ -119,6 +140,7 @@ def _check_choices(config: ExtractConfig) -> None:
     accepted = FORMATS[config.format].FINAL
     if config.final not in accepted:
         raise ConfigError(f"format {config.format} needs final {' or '.join(accepted)}, not {config.final}")
+    config.until_time  # noqa: B018  it refuses what is no time
     if not config.url.startswith(("http://", "https://")):
         raise ConfigError(f"url is {config.url!r}; it must begin with http:// or https://")
     for name in ("layers", "final", "dtype"):
@@ -128,12 +150,12 @@ def _check_choices(config: ExtractConfig) -> None:
         raise ConfigError(f"run is {config.run!r}; by its identity it is {hs_manifest.run_of(config.identity)!r}")
 
 
-def read_key(path: str | None) -> str | None:
-    """The API key in that file, or None without one. Raises ConfigError."""
+def read_secret(name: str, path: str | None) -> str | None:
+    """The text in that file, or None without one. name: the setting, for the message. Raises ConfigError."""
     if path is None:
         return None
     try:
         with open(path, encoding="utf-8") as stream:
             return stream.read().strip()
     except OSError as error:
-        raise ConfigError(f"api_key_file {path}: {error.strerror}; give a file that the extractor can read") from error
+        raise ConfigError(f"{name} {path}: {error.strerror}; give a file that the extractor can read") from error

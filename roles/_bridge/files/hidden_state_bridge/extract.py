@@ -25,11 +25,12 @@ import hs_progress
 
 from . import dumps, store
 from .client import Client, RecordRefused, RequestFailed, ServerAway
-from .config import ExtractConfig, read_key
+from .config import ExtractConfig, read_secret
 from .errors import ConfigError, Refusal
+from .notify import Telling
 from .packed import open_checked
 from .plan import mask_of
-from .progress import Progress, free_bytes
+from .progress import Progress, free_bytes, say
 
 STATUS_SECONDS = 1.0
 LOG_SECONDS = 10.0
@@ -67,11 +68,12 @@ class Extraction:
             hs_manifest.claim_run(config.output_dir, config.identity, config.provenance, access.file_mode, access.gid)
         except hs_manifest.ManifestError as error:
             raise ConfigError(str(error)) from error
-        self.progress = Progress(config.output_dir, access, config.run)
+        self.progress = Progress(config.output_dir, access, config.run, Telling(config))
         self.progress.write("starting")
+        self.progress.telling.check()
         dumps.check_directory(config.dump_dir)
         self.dataset = open_checked(config.dataset, config.identity.get("dataset"))
-        self.api_key = read_key(config.api_key_file)
+        self.api_key = read_secret("api_key_file", config.api_key_file)
         for path in store.leftovers(config.output_dir):
             os.unlink(path)
         removed = dumps.remove(config.dump_dir, config.rid_stem)
@@ -158,6 +160,10 @@ class Extraction:
         # Twice as many records as requests, so that conversion never leaves the server idle.
         limit = 2 * self.config.concurrency
         while self.order and not self.stopping:
+            if time.time() >= self.config.until_time:
+                say(f"stopping: it is {self.config.until}; what is in flight is finished")
+                self.stopping = True
+                break
             if len(tasks) >= limit:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             record = self.order[0]
@@ -374,8 +380,3 @@ def run_service(config: ExtractConfig) -> int:
         raise
     finally:
         extraction.close()
-
-
-def say(text: str) -> None:
-    """A line for the service's log."""
-    print(text, flush=True)

@@ -11,6 +11,7 @@ from typing import Any
 import hs_manifest
 import hs_progress
 
+from .notify import Telling
 from .store import Access
 
 WINDOW_SECONDS = 60.0
@@ -24,7 +25,7 @@ class Progress:
     start, `seconds_total` the time that all starts of the extraction worked.
     """
 
-    def __init__(self, output_dir: str, access: Access, run: str) -> None:
+    def __init__(self, output_dir: str, access: Access, run: str, telling: Telling) -> None:
         previous: dict[str, Any] = {}
         try:
             previous = hs_manifest.read_json(os.path.join(output_dir, hs_manifest.STATUS)) or {}
@@ -34,7 +35,7 @@ class Progress:
         generation = previous.get("generation")
         seconds = previous.get("seconds_total")
         self._seconds_before = seconds if isinstance(seconds, (int, float)) else 0.0
-        self._output_dir, self._access = output_dir, access
+        self._output_dir, self._access, self.telling = output_dir, access, telling
         self._began = time.monotonic()
         self._window: deque[tuple[float, int]] = deque()
         # Starts of this extraction so far: it keeps the rids of two starts apart.
@@ -96,6 +97,8 @@ class Progress:
         path = os.path.join(self._output_dir, hs_manifest.STATUS)
         ended = status["state"] not in ("starting", "running")
         hs_manifest.write_json(path, status, self._access.file_mode, self._access.gid, durable=ended)
+        for wrong in self.telling.tell(status, self.line, ended):
+            say(wrong)
 
     def _rate(self) -> None:
         status = self.status
@@ -117,6 +120,11 @@ class Progress:
     def line(self) -> str:
         """One line for the log."""
         return hs_progress.progress_line(self.status)
+
+
+def say(text: str) -> None:
+    """A line for the service's log."""
+    print(text, flush=True)
 
 
 def free_bytes(path: str) -> int:
