@@ -8,6 +8,8 @@ import re
 import tempfile
 from pathlib import Path
 
+import yaml
+
 CODE = {".py", ".sh", ".yml", ".yaml", ".j2", ".toml", ".cfg"}
 LINES = 400
 LICENCES = {"GPL-3.0-or-later", "Apache-2.0"}
@@ -52,6 +54,17 @@ def test_no_code_is_longer_than_a_reader_bears(root, files):
 
 def test_names_of_playbooks_have_no_dashes(root):
     assert [path.name for path in (root / "playbooks").glob("*.yml") if not re.fullmatch(r"[a-z_]+\.yml", path.name)] == []
+
+
+def test_every_playbook_begins_with_the_play_that_sees_hosts(root):
+    playbooks = {path.name: yaml.safe_load(path.read_text()) for path in (root / "playbooks").glob("*.yml")}
+
+    def sees(name):
+        first = playbooks[name][0]
+        return name == "hosts.yml" or sees(first.get("ansible.builtin.import_playbook", ""))
+
+    assert [name for name in playbooks if "ansible.builtin.import_playbook" not in playbooks[name][0] and name != "hosts.yml"] == []
+    assert all(sees(name) for name in playbooks)
 
 
 def test_nothing_points_outside_the_repository(root, files):

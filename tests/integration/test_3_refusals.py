@@ -7,14 +7,18 @@ import json
 import shutil
 import subprocess
 
+import pytest
+
 from conftest import BIN, ROOT
 
 
-def test_an_inventory_without_hosts_is_refused(site, tmp_path):
+@pytest.mark.parametrize("arguments", [("status.yml",), ("extract.yml",), ("extract.yml", "-e", "extraction_state=stopped")])
+def test_an_inventory_without_hosts_is_refused(tmp_path, arguments):
     empty = tmp_path / "hosts.yml"
     empty.write_text("all: {children: {sglang: {}}}\n")
+    playbook, *rest = arguments
     done = subprocess.run(
-        [BIN / "ansible-playbook", "playbooks/extract.yml", "-i", empty], cwd=ROOT, capture_output=True, text=True, check=False
+        [BIN / "ansible-playbook", f"playbooks/{playbook}", "-i", empty, *rest], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode != 0 and "No host to work on" in done.stdout + done.stderr
 
