@@ -77,7 +77,6 @@ class Site:
             "extraction_dump_dir": str(self.dumps),
             "extraction_state_dir": str(self.directory / "state"),
             "extraction_code_dir": str(self.directory / "code"),
-            "extraction_dataset_dir": str(self.directory / "state" / "datasets"),
             "extraction_report_dir": str(self.directory / "reports"),
             "extraction_concurrency": 8,
             "extraction_watch_interval": 1,

@@ -42,7 +42,6 @@ class Fleet:
         """All hosts write below one output directory and share the controller's directories, as a fleet does."""
         shared = {
             "dataset_stage_sources": [{"name": path.stem, "path": str(path)} for path in sorted(self.sources.glob("*.jsonl"))],
-            "dataset_stage_dir": str(self.directory / "packed"),
             "dataset_stage_cache_dir": str(self.directory / "cache"),
             "extraction_output_dir": str(self.directory / "out"),
             "extraction_report_dir": str(self.reports),

@@ -69,7 +69,6 @@ class StandInSite:
             "dataset_stage_cache_dir": here["cache"],
             "dataset_stage_dir": here["datasets"],
             "dataset_stage_code_dir": here["state"],
-            "extraction_dataset_dir": here["datasets"],
             "extraction_output_dir": here["out"],
             "extraction_report_dir": here["reports"],
             "extraction_state_dir": here["state"],

@@ -51,6 +51,11 @@ def test_a_broken_line_is_named(site, tmp_path):
     assert f"{broken}:5" in output
 
 
+def test_a_data_set_that_the_extractor_would_not_find_is_named_before_anything_stops(site):
+    output = site.play("extract.yml", extra={"extraction_dataset_dir": "/srv/elsewhere"}, fails=True)
+    assert "Nothing was changed" in output and "the extractor looks into /srv/elsewhere" in output
+
+
 def test_a_dump_directory_that_is_not_writable_is_named_before_anything_stops(site):
     pids = site.server_pids()
     extra = {"extraction_output_dir": str(site.directory / "other"), "extraction_dump_dir": "/proc/hsb"}
