@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import signal
 import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from fake_server import FINAL, LAYERS, FakeServer, expected_state
 
 import hs_manifest
 import hs_progress
+from hidden_state_bridge.config import read_config
+from hidden_state_bridge.extract import Extraction
 
 
 def test_specforge_files_hold_just_what_the_server_captured(site):
@@ -205,3 +209,17 @@ def test_an_api_key_is_sent_and_not_shown(site):
         out = site.run(url=server.url, api_key_file=str(key), share="0-2")
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret-key"}
     assert "secret-key" not in out + (site.output / "status.json").read_text() + (site.output / "run.json").read_text()
+
+
+def test_dumps_that_came_too_late_do_not_stay(site, capsys):
+    extraction = Extraction(read_config(site.config))
+    stem = extraction.config.rid_stem
+    server = FakeServer(str(site.dumps))
+    for rid, fault in ((f"{stem}1-0", "pieces"), (f"{stem}1-1", "ok"), (f"{stem}10-0", "marker"), ("hsb-other-1-0", "ok")):
+        server.dump(rid, [1, 2, 3, 4], fault)
+    extraction._awaited = {f"{stem}1-1"}
+    with ThreadPoolExecutor(1) as extraction._pool:
+        asyncio.run(extraction._sweep())
+        asyncio.run(extraction._sweep())
+    assert sorted(os.listdir(site.dumps)) == sorted([f"{stem}1-1.0.safetensors", "hsb-other-1-0.0.safetensors"])
+    assert capsys.readouterr().out == "removed 3 dumps that came too late\n"

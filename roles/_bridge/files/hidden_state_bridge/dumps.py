@@ -282,12 +282,7 @@ def give_back(directory: str, stem: str) -> None:
 
 def remove_spares(directory: str) -> None:
     """Remove what was given back: a server that is gone takes none."""
-    for name in os.listdir(directory):
-        if dumpfile.is_spare(name):
-            try:
-                os.unlink(os.path.join(directory, name))
-            except FileNotFoundError:
-                pass
+    unlink(directory, [name for name in os.listdir(directory) if dumpfile.is_spare(name)])
 
 
 def remove(directory: str, stem: str) -> int:
@@ -295,18 +290,26 @@ def remove(directory: str, stem: str) -> int:
 
     Returns how many dumps and markers there were.
     """
-    names = [name for name in os.listdir(directory) if name.startswith(stem)]
-    paths = [os.path.join(directory, name) for name in names]
+    found = names(directory, stem)
+    unlink(directory, found)
     listed = os.path.join(directory, expect.DIRECTORY)
     if os.path.isdir(listed):
-        entries = [os.path.join(listed, name) for name in os.listdir(listed)]
-        paths += [entry for entry in entries if _rid_in(entry).startswith(stem)]
-    for path in paths:
+        unlink(listed, [name for name in os.listdir(listed) if _rid_in(os.path.join(listed, name)).startswith(stem)])
+    return len(found)
+
+
+def names(directory: str, stem: str) -> list[str]:
+    """Names of dumps, markers and fingerprints of the rids that begin with `stem`."""
+    return [name for name in os.listdir(directory) if name.startswith(stem)]
+
+
+def unlink(directory: str, files: list[str]) -> None:
+    """Remove files by name; those that are gone are no matter."""
+    for name in files:
         try:
-            os.unlink(path)
+            os.unlink(os.path.join(directory, name))
         except FileNotFoundError:
             pass
-    return len(names)
 
 
 def _rid_in(entry: str) -> str:

@@ -53,6 +53,7 @@ class Extraction:
         self.order: deque[int] = deque()
         self.stopping = False
         self.fatal: Refusal | None = None
+        self._awaited: set[str] = set()
         self._failures_in_a_row = 0
         self._away_since: float | None = None
         self._in_flight_bytes = 0
@@ -227,6 +228,7 @@ class Extraction:
         for attempt in range(TRIES_A_START):
             rid = f"{config.rid_stem}{record.index}-{self.progress.generation * TRIES_A_START + attempt}"
             clear = dumps.remove
+            self._awaited.add(rid)
             try:
                 await self._once(record, rid)
                 clear = dumps.give_back
@@ -248,6 +250,7 @@ class Extraction:
                 # Freeing the pages of a large dump takes its time.
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._pool, clear, config.dump_dir, f"{rid}.")
+                self._awaited.discard(rid)
             if failures >= tries:
                 self._failed_in_a_row(reason)
                 return reason
@@ -327,6 +330,17 @@ class Extraction:
             if time.monotonic() - logged >= LOG_SECONDS:
                 logged = time.monotonic()
                 say(self.progress.line)
+                await self._sweep()
+
+    async def _sweep(self) -> None:
+        """Remove what came for requests that were given up: it would take the room of others."""
+        loop, directory = asyncio.get_running_loop(), self.config.dump_dir
+        # The look before the comparison: whatever is awaited by then was so before its dump came.
+        names = await loop.run_in_executor(self._pool, dumps.names, directory, self.config.rid_stem)
+        late = [name for name in names if not any(name.startswith(f"{rid}.") for rid in self._awaited)]
+        if late:
+            say(f"removed {len(late)} dumps that came too late")
+            await loop.run_in_executor(self._pool, dumps.unlink, directory, late)
 
     def end(self) -> int:
         """Write the last status and return the exit status."""
