@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import os
 
+import fake_server
 import numpy as np
 import pytest
 import torch
 from fake_server import FakeServer
 
-from hidden_state_bridge.canary import choose, distances, run_canary
+from hidden_state_bridge import canary_compare
+from hidden_state_bridge.canary import choose, run_canary
+from hidden_state_bridge.canary_compare import compare_hosts, distances
 from hidden_state_bridge.config import read_config
 from hidden_state_bridge.errors import Refusal
 
@@ -24,24 +27,66 @@ def test_right_states_pass(site):
     assert os.listdir(site.dumps) == []
 
 
-def test_states_that_depend_on_the_batch_are_found(site, monkeypatch):
-    real = FakeServer._write
+def moved(state, _ids, _layer):
+    return state.roll(1, 0)
 
-    def shifted(self, rid, input_ids, first, last, fault):
-        import fake_server
 
-        if "-t" in rid:
-            state = fake_server.expected_state
-            monkeypatch.setattr(fake_server, "expected_state", lambda ids, layer, dtype: state(ids, layer, dtype).roll(1, 0) * 1.01)
-            real(self, rid, input_ids, first, last, fault)
-            monkeypatch.setattr(fake_server, "expected_state", state)
-        else:
-            real(self, rid, input_ids, first, last, fault)
+def mixed(state, _ids, _layer):
+    return state * 1.01
 
-    monkeypatch.setattr(FakeServer, "_write", shifted)
+
+def partial(state, _ids, layer):
+    return state if layer == fake_server.FINAL else state * 1.02
+
+
+def fused(state, ids, _layer):
+    return state * 1.02 if len(ids) <= LIMIT else state
+
+
+LIMIT = 30
+
+
+@pytest.mark.parametrize(
+    ("fault", "letter", "text"),
+    [
+        (moved, "t", "the rows are moved by one"),
+        (moved, "r", "the rows are moved by one"),
+        (mixed, "t", "see which capture flag of this release is missing"),
+        (mixed, "r", "see which capture flag of this release is missing"),
+        (partial, "t", "layers deviate and the final state does not: the layer loop holds a partial sum"),
+        (fused, "t", f"only records of at most {LIMIT} tokens deviate, as all-reduce fusion leaves them"),
+    ],
+)
+def test_states_that_depend_on_the_batch_are_found_and_named(site, monkeypatch, fault, letter, text):
+    monkeypatch.setattr(canary_compare, "FUSION_TOKENS", LIMIT)
+    right, write = fake_server.expected_state, FakeServer._write
+
+    def wrong(self, rid, *arguments):
+        with monkeypatch.context() as patch:
+            if f"-{letter}" in rid:
+                patch.setattr(fake_server, "expected_state", lambda ids, layer, dtype: fault(right(ids, layer, dtype), ids, layer))
+            write(self, rid, *arguments)
+
+    monkeypatch.setattr(FakeServer, "_write", wrong)
     with FakeServer(site.dumps) as server:
         result = run_canary(read_config({**site.config, "url": server.url}))
-    assert not result["ok"] and "WRONG" in result["table"][1] and "capture flag" in result["table"][-1]
+    assert not result["ok"] and "WRONG" in result["table"][1] and text in result["table"][-1]
+
+
+def test_a_state_that_is_not_finite_is_far_away():
+    one = torch.ones(3, 4)
+    other = one.clone()
+    other[1, 2] = torch.nan
+    assert distances(one, other).tolist() == [0, np.inf, 0]
+
+
+def test_the_same_canary_on_two_hosts_gives_the_same_prints(site):
+    with FakeServer(site.dumps) as server:
+        first, second = (run_canary(read_config({**site.config, "url": server.url})) for _time in range(2))
+    assert first["prints"] == second["prints"] and len(first["prints"]) == first["records"]
+    assert all(len(rows) <= 8 and len(rows[0]) == 4 for states in first["prints"].values() for rows in states.values())
+    request = {"host": "a", "dtype": "float32", "prints": {"a": first["prints"], "b": second["prints"]}}
+    assert compare_hosts(request)["ok"]
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,15 @@ def _canary(options: argparse.Namespace) -> int:
     return 0 if result["ok"] else 1
 
 
+def _canary_compare(options: argparse.Namespace) -> int:
+    from .canary_compare import compare_hosts
+
+    result = compare_hosts(_read_json("-"))
+    print("\n".join(result["table"]))
+    _print(result)
+    return 0 if result["ok"] else 1
+
+
 def _verify(options: argparse.Namespace) -> int:
     from .verify import verify
 
@@ -144,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--config", required=True, help="the extractor's JSON file, - for standard input")
     command = add("canary", _canary, "Capture a few records alone and together and compare the states.")
     command.add_argument("--config", required=True, help="the extractor's JSON file, - for standard input")
+    add("canary-compare", _canary_compare, "Compare one host's canary with those of others; reads JSON.")
     command = add("verify", _verify, "Read output files against the manifest.")
     command.add_argument("--output-dir", required=True, help="one host's output directory")
     amount = command.add_mutually_exclusive_group()

@@ -18,20 +18,13 @@ from hs_capture import dumpfile
 from hs_capture.fingerprints import RID_SUFFIX
 
 from . import dumps
+from .canary_compare import AGREEMENT, FUSION_TOKENS, TOLERANCE, Comparison, distances
 from .client import Client, RecordRefused, RequestFailed, ServerAway
 from .config import ExtractConfig, read_secret
 from .errors import Refusal
 from .packed import PackedDataset, Record
 
 RECORDS = 6
-# All-reduce fusion works up to this many tokens in a batch: a record on either side of it is wanted.
-FUSION_TOKENS = 2048
-# Relative L2 distance of a row, median and 99th percentile over the rows of a state. In 16 bits a router may choose
-# another expert for a single token, which moves that row far and no other, hence the loose second bound.
-TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (3e-2, 3e-1), "float16": (1e-2, 1e-1)}
-# Relative L2 distance of a row's fingerprints between two ranks, median over the rows of a state. An all-reduce gives every rank
-# the same bits; a partial sum lacks what the other ranks add in the last layer, some per cent of the stream at least.
-AGREEMENT = {"float32": 1e-5, "bfloat16": 2e-3, "float16": 5e-4}
 POLL_SECONDS = 0.005
 
 
@@ -51,19 +44,11 @@ async def _dump(client: Client, config: ExtractConfig, record: Record, rid: str)
     return await dumps.wait_for(config.dump_dir, rid, len(record.input_ids), config.dump_timeout)
 
 
-async def _capture(
-    client: Client, config: ExtractConfig, layout: dumps.Layout, record: Record, rid: str
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """States of one record by tensor name, float32 [tokens, hidden], and the dump's metadata. Raises as the client and dumps do."""
-    import torch
-
+async def _capture(client: Client, config: ExtractConfig, layout: dumps.Layout, record: Record, rid: str) -> dumps.States:
+    """The states of one record, read from its dump, which is removed. Raises as the client and dumps do."""
     states = dumps.load(await _dump(client, config, record, rid), rid, record.input_ids, layout)
-    result = {}
-    for name in states.names:
-        result[name] = torch.empty((len(record.input_ids), layout.hidden_size), dtype=torch.float32)
-        states.copy_into(name, result[name])
     dumps.remove(config.dump_dir, f"{rid}.")
-    return result, states.metadata
+    return states
 
 
 async def _fingerprints(client: Client, config: ExtractConfig, record: Record, rid: str, ranks: int) -> list[dict[str, np.ndarray]]:
@@ -89,58 +74,53 @@ async def _fingerprints(client: Client, config: ExtractConfig, record: Record, r
     return found
 
 
-def distances(alone: Any, together: Any) -> np.ndarray:
-    """Relative L2 distance of each row of two float32 states [tokens, hidden]."""
-    one, other = np.asarray(alone), np.asarray(together)
-    return np.linalg.norm(one - other, axis=1) / np.maximum(np.linalg.norm(one, axis=1), 1e-12)
-
-
 async def _run(config: ExtractConfig, dataset: PackedDataset) -> dict[str, Any]:
     layout = dumps.Layout(tuple(config.layers), config.final, config.hidden_size, config.dtype)
     records = [dataset.record(index) for index in choose(dataset.lengths)]
     turn = f"{config.run}-canary-{os.getpid()}-{time.time_ns()}-"
     stem, asking = f"{config.rid_prefix}{turn}", f"{config.rid_prefix}{RID_SUFFIX}{turn}"
-    prints: list[list[dict[str, np.ndarray]]] = []
+    ranks_prints: list[list[dict[str, np.ndarray]]] = []
+    comparison = Comparison(layout)
     try:
         async with Client(config.url, read_secret("api_key_file", config.api_key_file), config.request_timeout, len(records)) as client:
-            alone = [await _capture(client, config, layout, r, f"{stem}a{r.index}") for r in records]
-            together = await asyncio.gather(
-                *(_capture(client, config, layout, r, f"{stem}t{r.index}") for r in records), return_exceptions=True
-            )
-            for outcome in together:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-            ranks = int(alone[0][1].get("tp_size", "1"))
+            ranks = 1
+            for record in records:
+                states = await _capture(client, config, layout, record, f"{stem}a{record.index}")
+                ranks = int(states.metadata.get("tp_size", "1"))
+                comparison.add_alone(record.index, states)
+            for letter, order in (("t", records), ("r", records[::-1])):
+                await _together(client, config, layout, order, f"{stem}{letter}", comparison)
             # Where batches carry no rid, no request can ask for fingerprints.
             if ranks > 1 and not dumps.keeps_list(config.dump_dir):
-                prints = [await _fingerprints(client, config, r, f"{asking}{r.index}", ranks) for r in records]
+                ranks_prints = [await _fingerprints(client, config, r, f"{asking}{r.index}", ranks) for r in records]
     except (RecordRefused, RequestFailed, ServerAway, dumps.DumpRejected) as error:
         raise Refusal(f"the canary failed on {config.url}: {error}") from error
     finally:
         dumps.remove(config.dump_dir, stem)
         dumps.remove(config.dump_dir, asking)
-    median_bound, tail_bound = TOLERANCE[config.dtype]
-    states, ok = [], True
-    for name in layout.names:
-        rows = np.concatenate([distances(one[name], other[name]) for (one, _about), (other, _more) in zip(alone, together)])
-        median, tail = float(np.median(rows)), float(np.percentile(rows, 99))
-        good = median <= median_bound and tail <= tail_bound
-        ok &= good
-        states.append({"state": name, "median": median, "p99": tail, "ok": good})
+    ok, states, lines = comparison.judge(TOLERANCE[config.dtype])
     tokens = sum(len(record.input_ids) for record in records)
-    lines = [f"canary: {len(records)} records, {tokens:,} tokens, alone against together (relative L2 a row)"]
-    lines += [
-        f"  {row['state']:<16} median {row['median']:.1e} (bound {median_bound:.0e})"
-        f"  p99 {row['p99']:.1e} (bound {tail_bound:.0e})  {'right' if row['ok'] else 'WRONG'}"
-        for row in states
-    ]
-    if not ok:
-        lines.append("states depend on what else is in the batch: see which capture flag of this release is missing")
-    if prints:
-        agree, more = _agreement(prints, AGREEMENT[config.dtype])
+    head = f"canary: {len(records)} records, {tokens:,} tokens, alone against together and in the other order (relative L2 a row)"
+    if ranks_prints:
+        agree, more = _agreement(ranks_prints, AGREEMENT[config.dtype])
         ok &= agree
         lines += more
-    return {"ok": ok, "records": len(records), "tokens": tokens, "states": states, "table": lines}
+    prints = comparison.prints
+    return {"ok": ok, "records": len(records), "tokens": tokens, "states": states, "table": [head, *lines], "prints": prints}
+
+
+async def _together(
+    client: Client, config: ExtractConfig, layout: dumps.Layout, records: list[Record], stem: str, comparison: Comparison
+) -> None:
+    """All records at once, each compared as it comes, so that few are in memory."""
+
+    async def one(record: Record) -> None:
+        comparison.add_other(record.index, await _capture(client, config, layout, record, f"{stem}{record.index}"))
+
+    outcomes = await asyncio.gather(*map(one, records), return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 def _agreement(prints: list[list[dict[str, np.ndarray]]], bound: float) -> tuple[bool, list[str]]:
@@ -162,6 +142,9 @@ def _agreement(prints: list[list[dict[str, np.ndarray]]], bound: float) -> tuple
 
 
 def run_canary(config: ExtractConfig) -> dict[str, Any]:
-    """Run the canary; returns `{ok, records, tokens, states: [{state, median, p99, ok}], table}`. Raises Refusal."""
+    """Run the canary; returns `{ok, records, tokens, states: [{state, median, p99, ok}], table, prints}`. Raises Refusal.
+
+    prints: what `compare_hosts` takes.
+    """
     dumps.check_directory(config.dump_dir)
     return asyncio.run(_run(config, PackedDataset(config.dataset)))

@@ -180,7 +180,7 @@ def _tokens(path: str) -> int:
 class States:
     """The checked states of one request, in pieces as the server wrote them.
 
-    names, layer_names: tensor names. metadata: of the first piece.
+    names, layer_names: tensor names. tokens: rows. metadata: of the first piece.
     """
 
     def __init__(self, layout: Layout, pieces: list[tuple[dict[str, str], dict[str, torch.Tensor]]]) -> None:
@@ -188,6 +188,7 @@ class States:
         self.layer_names = layout.layer_names
         self.hidden_size = layout.hidden_size
         self.metadata = pieces[0][0]
+        self.tokens = sum(len(tensors[dumpfile.INPUT_IDS]) for _metadata, tensors in pieces)
         self._pieces = [tensors for _metadata, tensors in pieces]
 
     @property
