@@ -69,13 +69,13 @@ class Fleet:
             print(output)
         return output
 
-    def manifest(self, name: str) -> list[dict]:
-        path = self.directory / "out" / name / "manifest.jsonl"
+    def manifest(self, name: str, output: str = "out") -> list[dict]:
+        path = self.directory / output / name / "manifest.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
-    def wait_for_records(self, name: str, count: int) -> None:
+    def wait_for_records(self, name: str, count: int, output: str = "out") -> None:
         deadline = time.monotonic() + 10 * MINUTES
-        while len(self.manifest(name)) < count:
+        while len(self.manifest(name, output)) < count:
             assert time.monotonic() < deadline, f"{name} has not done {count} records"
             time.sleep(0.1)
 

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
 import pathlib
+import signal
 import tempfile
 
 import pytest
@@ -30,8 +32,8 @@ def fleet():
     fleet.close()
 
 
-def records(fleet: Fleet) -> collections.Counter:
-    return collections.Counter(entry["id"] for name in fleet.hosts for entry in fleet.manifest(name))
+def records(fleet: Fleet, output: str = "out") -> collections.Counter:
+    return collections.Counter(entry["id"] for name in fleet.hosts for entry in fleet.manifest(name, output))
 
 
 def test_what_a_host_leaves_that_dies_is_done_by_the_others_in_the_same_run(fleet):
@@ -64,3 +66,26 @@ def test_a_host_that_joins_takes_its_part_and_nothing_is_done_again(fleet):
         tokens[name] = sum(entry["tokens"] for entry in lines[len(before.get(name, [])) :])
     mean = sum(tokens.values()) / len(tokens)
     assert all(abs(part / mean - 1) < 0.05 for part in tokens.values()), tokens
+
+
+def test_a_stop_on_request_brings_the_servers_back_and_the_next_run_goes_on(fleet):
+    if not WHOLE:
+        pytest.skip("two more runs of several servers; FLEET=all runs them, as `make drills` does")
+    again = {"extraction_output_dir": str(fleet.directory / "again"), "extraction_max_records": PILOT}
+    running = fleet.start("extract.yml", **again)
+    fleet.wait_for_records("a", 2, "again")
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    stopping = fleet.start("extract.yml", **again, extraction_state="stopped")
+    output = fleet.finish(stopping)
+    assert stopping.returncode == 0, output
+    half = records(fleet, "again")
+    assert 0 < len(half) < PILOT, "the stop came too late to prove anything"
+    for name in fleet.hosts:
+        status = fleet.directory / "again" / name / "status.json"
+        assert not status.exists() or json.loads(status.read_text())["state"] in ("stopped", "done")
+        assert not fleet.hosts[name].server_pids(), "before the run no server was up"
+    running = fleet.start("extract.yml", **again)
+    fleet.finish(running)
+    assert running.returncode == 0
+    assert set(records(fleet, "again").values()) == {1} and len(records(fleet, "again")) == PILOT
