@@ -78,7 +78,7 @@ def arguments(release: str, device: str, model: Path, *, graphs: bool, memory: f
 
     graphs: leave the release's prefill graphs on.
     """
-    import sglang_release
+    import sglang_flags
 
     found = ["--model-path", str(model), "--skip-tokenizer-init", "--skip-server-warmup"]
     found += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
@@ -89,7 +89,7 @@ def arguments(release: str, device: str, model: Path, *, graphs: bool, memory: f
     else:
         found += ["--attention-backend", "triton"]
     found += ["--mem-fraction-static", f"{memory:.2f}", "--disable-cuda-graph"]
-    wanted = list(sglang_release.capture_arguments(release))
+    wanted = list(sglang_flags.capture_arguments(release))
     return found + [one for one in wanted if not (graphs and "graph" in one)]
 
 

@@ -9,7 +9,10 @@ PRIVATE to the collection. tests/releases/test_flags.py holds the tables against
 
 from __future__ import annotations
 
-from ansible_collections.hidden_state.bridge.plugins.module_utils.sglang_release import release_key
+if __package__:
+    from .sglang_release import release_key
+else:
+    from sglang_release import release_key
 
 _GRAPH = "a replayed prefill graph does not run the Python loop"
 _FUSION = "with the fusion the loop holds one rank's partial sum for batches up to 2,048 tokens"
