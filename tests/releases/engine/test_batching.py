@@ -21,7 +21,7 @@ from server import ServerError
 from test_states import TOLERANCE, most_requests_in_a_forward
 
 STRUCTURE = "deepseek_v3"
-AT_ONCE, RECORD_COUNT, CHUNK = 32, 72, 16
+AT_ONCE, RECORD_COUNT, ALIKE, CHUNK = 32, 72, 8, 16
 # Of a forward in which so many requests are at once under way.
 FILLED = 8
 REMEDY = "start the server with --disable-radix-cache"
@@ -150,7 +150,7 @@ def test_the_prefix_cache(engine_of, states, report, tmp_path, release, how, tp_
         # Of requests alike that come at once each is right, or meets the rows of one before it.
         generator = random.Random(14)
         same = [generator.randrange(3, models.VOCABULARY) for _ in range(70)]
-        alike = {f"{DEFAULT_RID_PREFIX}alike{number}": same for number in range(AT_ONCE)}
+        alike = {f"{DEFAULT_RID_PREFIX}alike{number}": same for number in range(ALIKE)}
         together = running.take(alike, AT_ONCE)
         assert together.dumps
         assert {error["remedy"] for error in together.errors.values()} <= {REMEDY}
