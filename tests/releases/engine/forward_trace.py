@@ -35,7 +35,10 @@ def _called(frame, event, _argument):
 def _stepped(frame, event, _argument):
     """Count an instruction of the forward's own frame, and write all at its end."""
     if event == "opcode":
-        _thread.steps[frame.f_lineno, dis.opname[_thread.bytes[frame.f_lasti]]] += 1
+        code = _thread.bytes[frame.f_lasti]
+        # The prefix of a far jump is a part of it.
+        if code != dis.EXTENDED_ARG:
+            _thread.steps[frame.f_lineno, dis.opname[code]] += 1
     elif event == "return":
         calls, _thread.calls = _thread.calls, None
         batch = frame.f_locals["forward_batch"]
