@@ -65,6 +65,7 @@ def cases(releases: list[str], *hows: str) -> list[tuple[str, str, int]]:
 
 
 CASES = cases(RELEASES, "whole") + cases(WITH_RIDS, "pieces")
+UNNAMED = [release for release in RELEASES if release not in WITH_RIDS]
 
 
 @pytest.mark.parametrize("release, how, tp_size", parameters(CASES))
@@ -172,23 +173,20 @@ def by_tokens(records: Records, states: dict[str, dict]) -> dict[str, dict]:
     return found
 
 
-@pytest.mark.parametrize(
-    "release, reason, remedy, tp_size",
-    parameters(
-        [
-            ("0.5.9", "chunked_prefill_size is 16", "start with --chunked-prefill-size -1", 1),
-            ("0.5.9", "the prefix cache is on", "start with --disable-radix-cache", 1),
-        ]
-    ),
-)
-def test_without_rids_pieces_and_a_prefix_cache_are_refused_at_start(engine_of, tmp_path, release, reason, remedy, tp_size):
-    changed = {"arguments": [PIECES]} if "chunked" in reason else {"without": [NO_CACHE]}
-    refusal = rf"CaptureRefused: hidden state capture refused: {reason}[^;]*; {remedy}, or unset SGLANG_HS_DUMP_DIR"
-    with (
-        pytest.raises(ServerError, match="ended with status|was not ready") as failure,
-        capturing(engine_of(release), STRUCTURE, tp_size, tmp_path, **changed),
-    ):
+# What is asked for, why a release without rids refuses it, and what to do.
+REFUSED = {
+    "pieces": ({"arguments": [PIECES]}, f"chunked_prefill_size is {CHUNK}", "start with --chunked-prefill-size -1"),
+    "cached": ({"without": [NO_CACHE]}, "the prefix cache is on", "start with --disable-radix-cache"),
+}
+
+
+@pytest.mark.parametrize("release, how, tp_size", parameters(list(itertools.product(UNNAMED, REFUSED, [1]))))
+def test_without_rids_pieces_and_a_prefix_cache_are_refused_at_start(engine_of, tmp_path, release, how, tp_size):
+    changed, reason, remedy = REFUSED[how]
+    running = capturing(engine_of(release), STRUCTURE, tp_size, tmp_path, **changed)
+    with pytest.raises(ServerError, match="ended with status|was not ready") as failure, running:
         pass
+    refusal = rf"CaptureRefused: hidden state capture refused: {reason}[^;]*; {remedy}, or unset SGLANG_HS_DUMP_DIR"
     assert re.search(refusal, (tmp_path / "server.log").read_text()), failure.value
 
 

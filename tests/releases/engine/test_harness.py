@@ -64,6 +64,11 @@ def test_a_server_that_cannot_start_shows_its_log(engine_of, tmp_path):
         pass
 
 
+def test_only_a_flag_that_is_there_can_be_left_out(tmp_path):
+    with pytest.raises(server.ServerError, match=r"^--no-such cannot be left out: the server has --device=cpu .*--disable-radix-cache"):
+        server.Server(engines.Engine(RELEASE, tmp_path), tmp_path, 1, tmp_path / "log", {}, without=["--no-such", "--disable-radix-cache"])
+
+
 def test_a_server_that_is_not_ready_in_time_is_stopped(engine_of, monkeypatch, tmp_path):
     monkeypatch.setattr(server, "START", 2)
     slow = server.Server(engine_of(RELEASE), models.checkpoint(STRUCTURE), 1, tmp_path / "log", {})
