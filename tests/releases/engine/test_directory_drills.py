@@ -37,9 +37,12 @@ CASES = [*((release, 1) for release in WITH_RIDS), (WITH_RIDS[-1], 2)]
 ROOM, PREFILL_TOKENS = "96m", 8192
 LARGE = make_records([models.make_checkpoint.CONTEXT - 48] * 4, 21, "large")
 PROMPT, NEW_TOKENS = [7, 301, 44, 199, 23], 6
+# Its name begins as a rid does: a path through it leads on.
+STEP = f"{DEFAULT_RID_PREFIX}step"
 BAD_RIDS = {
-    "above": f"{DEFAULT_RID_PREFIX}../../escaped",
-    "within": f"{DEFAULT_RID_PREFIX}a/b",
+    "upwards": f"{DEFAULT_RID_PREFIX}../../escaped",
+    "above": f"{STEP}/../../escaped",
+    "within": f"{STEP}/escaped",
     "absolute": f"/{DEFAULT_RID_PREFIX}a",
     "NUL": f"{DEFAULT_RID_PREFIX}a\0b",
     "300 characters": DEFAULT_RID_PREFIX + "a" * 296,
@@ -243,12 +246,14 @@ def fill(path: Path, leave: int) -> None:
 
 @pytest.mark.parametrize("kind", BAD_RIDS)
 def test_a_rid_that_cannot_name_a_file_leaves_nothing(drilled, kind):
+    (drilled.path / STEP).mkdir(exist_ok=True)
     before = drilled.tree()
     drilled.answers(BAD_RIDS[kind])
     # What was answered before this one is on the disk or nowhere.
     drilled.is_sound()
     assert drilled.tree() == before
     assert not list(drilled.room.parent.glob("*escaped*"))
+    (drilled.path / STEP).rmdir()
 
 
 def test_a_rid_comes_twice(drilled):
