@@ -19,6 +19,8 @@ FILES = {
     "sglang/version.py": "__version__ = '0.4.1'",
     "sglang/srt/server_args.py": "# parser",
     "sglang/srt/arg_groups/fields/memory.py": "# fields",
+    "sglang/srt/model_executor/forward_batch_info.py": "# batch",
+    "sglang/srt/model_executor/model_runner.py": "# not kept",
     "sglang/srt/server.py": "# not kept",
     "sglang/__init__.py": "",
 }
@@ -59,7 +61,7 @@ def test_a_release_comes_in_as_its_wheel_has_it(index):
     assert wheels.releases() == (["0.4.1", "0.4.2.post1", "0.4.10"], "the package index")
     assert wheels.fetch(["0.4.1", "0.4.10"]) == ["0.4.1", "0.4.10"]
     kept = {MODELS + "llama.py", MODELS + "common/modeling.py", "sglang/version.py", "sglang-0.4.1.dist-info/METADATA"}
-    kept |= {"sglang/srt/server_args.py", "sglang/srt/arg_groups/fields/memory.py"}
+    kept |= {"sglang/srt/server_args.py", "sglang/srt/arg_groups/fields/memory.py", "sglang/srt/model_executor/forward_batch_info.py"}
     assert names(wheels.source("0.4.1")) == kept
     assert {path.name for path in wheels.CACHE.iterdir()} == {"0.4.1", "0.4.10", "releases.json"}
 
@@ -72,7 +74,7 @@ def test_a_release_that_was_kept_with_less_is_fetched_again(index):
 
 
 def test_what_is_there_costs_no_network(index, monkeypatch):
-    path = wheels.source("0.4.1") / "sglang/srt/server_args.py"
+    path = wheels.source("0.4.1") / "sglang/srt/model_executor/forward_batch_info.py"
     path.parent.mkdir(parents=True)
     path.touch()
     monkeypatch.setattr(subprocess, "run", None)

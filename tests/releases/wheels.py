@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""A cache of sources of every SGLang release: the models that the patcher is tried on, and the parser of the server's arguments.
+"""A cache of sources of every SGLang release: the models that the patcher is tried on, the parser of the server's arguments, and what
+the capture imports.
 
 python tests/releases/wheels.py              fetches every release that the cache lacks
 python tests/releases/wheels.py 0.5.20 ...   fetches these
 
 `.cache/sglang-sources/<release>/` holds `sglang/srt/models/**/*.py`, `sglang/srt/server_args.py`, `sglang/srt/arg_groups/**/*.py`, the
-version files and the METADATA of the wheel, laid out as in it. What is there costs no network; without network the list of releases is the one kept from
-the last time. A release comes in whole or not at all.
+modules that `hs_capture/engine.py` names, the version files and the METADATA of the wheel, laid out as in it. What is there costs no
+network; without network the list of releases is the one kept from the last time. A release comes in whole or not at all.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ RUN = ("0.5.9", "0.5.10.post1", "0.5.12", "0.5.20", "0.5.23")
 ALL_MODELS = ("0.5.9", "0.5.20", "0.5.23")
 
 _KEPT = re.compile(
-    r"sglang/(?:srt/(?:models|arg_groups)/(?:[^/]+/)*[^/]+\.py|srt/server_args\.py|version\.py|_version\.py)|sglang-[^/]+\.dist-info/METADATA"
+    r"sglang/(?:srt/(?:models|arg_groups|distributed|layers/layer_boundary)/(?:[^/]+/)*[^/]+\.py|srt/(?:server_args|runtime_context)\.py"
+    r"|srt/(?:managers/schedule_batch|model_executor/forward_batch_info)\.py|version\.py|_version\.py)|sglang-[^/]+\.dist-info/METADATA"
 )
 # A release that was kept without it is fetched again.
-_LAST_ADDED = Path("sglang/srt/server_args.py")
+_LAST_ADDED = Path("sglang/srt/model_executor/forward_batch_info.py")
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 # Some wheels are of one Python and platform: the sources in them are the same for whoever reads them.
 _ANY_HOST = ("--only-binary=:all:", "--python-version=3.11", "--implementation=cp", "--platform=manylinux_2_34_x86_64")

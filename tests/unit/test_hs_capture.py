@@ -231,6 +231,20 @@ def engine_modules(record: Any, monkeypatch: pytest.MonkeyPatch, rank: int = 0, 
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
+@pytest.mark.parametrize("owner", ["sglang.srt.distributed", "vllm.distributed"])
+def test_the_rank_is_read_from_who_keeps_it(monkeypatch: pytest.MonkeyPatch, owner: str) -> None:
+    """The context of 0.5.19 and later aside, SGLang's own state, or vLLM's in the first releases."""
+    engine_modules(None, monkeypatch)
+    for name in ("sglang.srt.runtime_context", "sglang.srt.distributed"):
+        monkeypatch.setitem(sys.modules, name, None)
+    state = ModuleType(owner)
+    state.get_tensor_model_parallel_rank = lambda: 1
+    state.get_tensor_model_parallel_world_size = lambda: 4
+    monkeypatch.setitem(sys.modules, owner.partition(".")[0], sys.modules.get(owner.partition(".")[0], ModuleType("vllm")))
+    monkeypatch.setitem(sys.modules, owner, state)
+    assert engine.tensor_parallel() == (1, 4)
+
+
 def test_settings_in_effect_are_read_by_each_accessor(monkeypatch: pytest.MonkeyPatch) -> None:
     engine_modules(SimpleNamespace(pp_size=1, resolved_dict=lambda: {"pp_size": 2}), monkeypatch)
     assert engine.server_settings()("pp_size") == 2
@@ -294,15 +308,22 @@ def test_other_ranks_follow_where_a_collective_is_needed(tmp_path: Path, monkeyp
     assert open_capture("E").begin(made) is None
 
 
-def test_without_rids_requests_are_expected_and_never_chunked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rids_requests_are_expected_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "dumps"
     monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(path))
-    engine_modules(SimpleNamespace(chunked_prefill_size=-1), monkeypatch, rids=False)
+    engine_modules(SimpleNamespace(chunked_prefill_size=-1, disable_radix_cache=True), monkeypatch, rids=False)
     open_capture("B")
     assert stat.S_IMODE((path / "expect").stat().st_mode) == 0o700
-    engine_modules(SimpleNamespace(chunked_prefill_size=8192), monkeypatch, rids=False)
+    engine_modules(SimpleNamespace(chunked_prefill_size=8192, disable_radix_cache=True), monkeypatch, rids=False)
     with pytest.raises(guards.CaptureRefused, match="chunked_prefill_size is 8192, .*--chunked-prefill-size -1"):
         open_capture("B")
+    cached = SimpleNamespace(chunked_prefill_size=-1, disable_radix_cache=False)
+    engine_modules(cached, monkeypatch, rids=False)
+    with pytest.raises(guards.CaptureRefused, match="the prefix cache is on, .*--disable-radix-cache"):
+        open_capture("B")
+    # With rids, each request that meets it gets an error marker.
+    engine_modules(cached, monkeypatch)
+    open_capture("C")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -15,7 +15,7 @@ from .dumpfile import FINAL_TENSORS, RID_PATTERN
 from .expect import ExpectList
 from .fingerprints import RID_SUFFIX, FingerprintWriter
 from .follower import Follower, FollowerBatch
-from .guards import CaptureRefused, NotCapturable, check_batch, check_settings, check_unchunked
+from .guards import CaptureRefused, NotCapturable, check_batch, check_settings, check_unnamed
 from .layers import format_layers
 from .settings import DUMP_FINAL, Settings, read_settings
 from .sheet import Piece
@@ -68,7 +68,7 @@ def open_capture(model: Any, layers: str, norm: str | None, *, patch_version: st
     )
     named = engine.batches_name_requests()
     if not named:
-        check_unchunked(engine.server_settings())
+        check_unnamed(engine.server_settings())
     writer = open_writer(settings, metadata, width, engine.server_settings())
     return Capture(
         settings,

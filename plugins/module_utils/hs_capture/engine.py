@@ -37,9 +37,14 @@ def tensor_parallel() -> tuple[int, int]:
         parallel = get_parallel()
         return parallel.tp_rank, parallel.tp_size
     except (ImportError, AttributeError):
+        pass
+    try:
         from sglang.srt.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    except ImportError:
+        # The first releases of 0.4 use vLLM's.
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-        return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
 def batches_name_requests() -> bool:

@@ -9,9 +9,12 @@ entry off the list and is dumped under that rid.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from typing import TYPE_CHECKING
+
+from .directory import open_directory
 
 if TYPE_CHECKING:
     import torch
@@ -28,18 +31,29 @@ class ExpectList:
     """The server's side of the list in `directory` (the dump directory)."""
 
     def __init__(self, directory: str) -> None:
+        self._dumps = directory
         self._directory = os.path.join(directory, DIRECTORY)
-        os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        self._make()
+
+    def _make(self) -> None:
+        descriptor = open_directory(self._dumps)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(DIRECTORY, 0o700, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
 
     def rids(self, input_ids: torch.Tensor, lengths: list[int]) -> list[str | None]:
         """The rid of each request of a prefill, None where it is not expected.
 
-        `input_ids` [rows] int64 holds the requests one after the other.
+        `input_ids` [rows] int64 holds the requests one after the other. Raises CaptureRefused where the dump
+        directory was replaced by one that cannot be used, and OSError.
         """
         try:
             waiting = os.listdir(self._directory)
         except FileNotFoundError:
-            # The dump directory was removed; a client that finds no list announces nothing.
+            # The dump directory was removed. A client that finds no list announces nothing, so it is made again here.
+            self._make()
             waiting = []
         if not waiting:
             return [None] * len(lengths)

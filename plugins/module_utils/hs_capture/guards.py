@@ -151,13 +151,18 @@ def check_settings(read: Callable[[str], Any]) -> None:
         )
 
 
-def check_unchunked(read: Callable[[str], Any]) -> None:
-    """Refuse chunked prefill where requests are known by all their token ids only."""
+def check_unnamed(read: Callable[[str], Any]) -> None:
+    """Refuse chunked prefill and the prefix cache where requests are known by all their token ids only."""
     size = read("chunked_prefill_size")
     if size is not None and int(size) > 0:
         raise CaptureRefused(
             f"chunked_prefill_size is {size}, and this release's batches carry no rid that would hold the pieces together",
             "start with --chunked-prefill-size -1",
+        )
+    if read("disable_radix_cache") is False:
+        raise CaptureRefused(
+            "the prefix cache is on, and this release's batches carry no rid that would tell whose rows are missing",
+            "start with --disable-radix-cache",
         )
 
 

@@ -33,6 +33,10 @@ _REPORT_SECONDS = 1.0
 _REMEMBERED_FAILURES = 65536
 # Work that a hanging disk may leave behind; error markers beyond it are not written.
 _MOST_PENDING = 100_000
+# Of an error marker on a full file system: dumps under way there may be given up and make room.
+_MARKER_TRIES = 50
+_MARKER_PAUSE = 0.02
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def open_writer(settings: Settings, metadata: Mapping[str, str], width: int, read: Callable[[str], Any]) -> Writer:
@@ -220,8 +224,7 @@ class Writer:
         except (NotCapturable, CaptureRefused) as error:
             self.fail(piece.rid, error)
         except Exception as error:
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = f"make room in {self._directory.path}" if full else "read the log of the server on this host"
+            remedy = f"make room in {self._directory.path}" if _is_full(error) else "read the log of the server on this host"
             self.fail(piece.rid, NotCapturable(f"the dump could not be written: {error}", remedy))
         finally:
             self._release(sheet)
@@ -236,7 +239,7 @@ class Writer:
         if sheet.finished():
             self._ring.give(sheet.block)
 
-    def _mark(self, rid: str, error: NotCapturable | CaptureRefused) -> None:
+    def _mark(self, rid: str, error: NotCapturable | CaptureRefused, tries: int = _MARKER_TRIES) -> None:
         content = encode_error(error.reason, error.remedy)
         try:
             try:
@@ -245,6 +248,10 @@ class Writer:
                 # The directory was made anew just now.
                 self._directory.put(error_name(rid), content, self._directory.handle())
         except Exception as failure:
+            if _is_full(failure) and tries > 1:
+                time.sleep(_MARKER_PAUSE)
+                self._put(partial(self._mark, rid, error, tries - 1))
+                return
             self.counters.add(markers_lost=1)
             logger.error("the error marker of %s could not be written: %s", rid, failure)
 
@@ -269,3 +276,7 @@ class Writer:
         updated = round(time.time(), 3)
         content = self.counters.report(updated=updated, queue=self._pending, ring_used=self._ring.used(), directory_bytes=waiting)
         self._directory.put(COUNTERS_NAME, content, handle)
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in _FULL

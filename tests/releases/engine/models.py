@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engines import ROLE, ROOT
 from hs_capture.dumpfile import POST_NORM, PRE_NORM, layer_name
@@ -19,12 +19,12 @@ sys.path.append(str(ROLE))
 import make_checkpoint
 
 CACHE = ROOT / ".cache" / "release-models"
-LAYERS, VOCABULARY, SEED = 8, 512, 0
+LAYERS, WIDTH, VOCABULARY, SEED = 8, 64, 512, 0
 
-_DEEPSEEK = make_checkpoint.config_fields(LAYERS, 1, 64, VOCABULARY)
+_DEEPSEEK = make_checkpoint.config_fields(LAYERS, 1, WIDTH, VOCABULARY)
 _PLAIN = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 64,
+    "hidden_size": WIDTH,
     "intermediate_size": 128,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
@@ -105,9 +105,22 @@ def checkpoint(name: str) -> Path:
     return directory
 
 
+def _model(name: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def greedy(name: str, record: list[int], count: int) -> list[int]:
+    """The `count` most likely tokens behind a record."""
+    model, ids = _model(name), list(record)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(record) :]
+
+
 def reference(name: str, records: list[list[int]]) -> list[dict[str, torch.Tensor]]:
     """For each record every state by its name in a dump, [tokens, width] float32: each layer, and both final states."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32, attn_implementation="eager").eval()
+    model = _model(name)
     states = []
     for record in records:
         taken_in = []

@@ -13,6 +13,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import yaml
@@ -45,18 +46,32 @@ def free_port() -> int:
 class Server:
     """A server with the capture flags of its release, as a context: started on entry, gone on exit.
 
-    `environment` is added to the server's; its log is `log`.
+    `environment` is added to the server's; its log is `log`. `arguments` stand last, so they count; the flags of
+    `without`, which take no value, are left out.
     """
 
-    def __init__(self, engine: Engine, model: Path, tp_size: int, log: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: Path,
+        tp_size: int,
+        log: Path,
+        environment: dict[str, str],
+        arguments: Sequence[str] = (),
+        without: Collection[str] = (),
+    ) -> None:
         settings = yaml.safe_load((ROOT / "roles" / "_sglang_cpu" / "vars" / "main.yml").read_text())
         self.log = log
         self.url = f"http://127.0.0.1:{free_port()}"
+        usual = [*settings["_sglang_cpu_server_args"], *sglang_flags.capture_arguments(engine.release)]
+        absent = set(without) - set(usual)
+        if absent:
+            raise ServerError(f"{', '.join(sorted(absent))} cannot be left out: the server has {' '.join(usual)}")
         self._command = [
             *[engine.python, "-m", "sglang.launch_server", "--model-path", model, "--tp-size", str(tp_size)],
             *["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]],
-            *settings["_sglang_cpu_server_args"],
-            *sglang_flags.capture_arguments(engine.release),
+            *[argument for argument in usual if argument not in without],
+            *arguments,
         ]
         self._environment = {
             **os.environ,
@@ -68,6 +83,14 @@ class Server:
         }
 
     def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, *_failure: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start it, a second time too; its log begins anew."""
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, cwd=self.log.parent, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -75,11 +98,13 @@ class Server:
         try:
             self._wait()
         except BaseException:
-            self.__exit__()
+            self.stop()
             raise
-        return self
 
-    def __exit__(self, *_failure: object) -> None:
+    def stop(self) -> None:
+        """End it as an operator does; nothing where it was killed."""
+        if self._process.returncode is not None:
+            return
         os.kill(self._process.pid, signal.SIGTERM)
         deadline = time.monotonic() + STOP
         while self._ended() is None and time.monotonic() < deadline:
@@ -88,6 +113,17 @@ class Server:
         for pid in self.members():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes at once; returns when they are gone."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        # The session's number stays taken until its leader is reaped.
+        while members := self.members():
+            for pid in members:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         self._process.wait()
 
     def _ended(self) -> os.waitid_result | None:

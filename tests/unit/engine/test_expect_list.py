@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import stat
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 from hidden_state_bridge import dumps
 from hs_capture.expect import ExpectList
+from hs_capture.guards import CaptureRefused
 
 IDS = np.array([5, 70000, 3], dtype=np.int32)
 
@@ -68,7 +70,22 @@ def test_what_is_given_up_is_taken_off_the_list(tmp_path: Path) -> None:
     assert server.rids(rows(IDS), [3]) == [None]
 
 
-def test_a_list_that_went_away_is_an_empty_one(tmp_path: Path) -> None:
-    server = ExpectList(str(tmp_path))
-    (tmp_path / "expect").rmdir()
+def test_a_list_that_went_away_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "dumps"
+    server = ExpectList(str(path))
+    shutil.rmtree(path)
     assert server.rids(rows(IDS), [3]) == [None]
+    assert [stat.S_IMODE(made.stat().st_mode) for made in (path, path / "expect")] == [0o700, 0o700]
+    announce(path, "hsb-r-1-0")
+    assert server.rids(rows(IDS), [3]) == ["hsb-r-1-0"]
+
+
+def test_no_list_is_made_behind_a_link(tmp_path: Path) -> None:
+    path, victim = tmp_path / "dumps", tmp_path / "victim"
+    server = ExpectList(str(path))
+    shutil.rmtree(path)
+    victim.mkdir()
+    path.symlink_to(victim)
+    with pytest.raises(CaptureRefused, match="is a link or a file"):
+        server.rids(rows(IDS), [3])
+    assert list(victim.iterdir()) == []

@@ -241,6 +241,26 @@ def test_a_full_file_system_is_an_error_marker(tmp_path: Path) -> None:
         dumping.OPEN.remove(to)
 
 
+def test_an_error_marker_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Dumps that do not fit take all there is until they are given up."""
+    path = tmp_path / "small"
+    with small_tmpfs(path, "256k"):
+        to = dumping.make_writer(settings(path), HIDDEN)
+        with (path / "filler").open("wb") as filler, contextlib.suppress(OSError):
+            while True:
+                os.write(filler.fileno(), bytes(4096))
+        to.fail("hsb-a", guards.NotCapturable("a hole", "mend it"))
+        assert to.drain(20)
+        assert "the error marker of hsb-a could not be written" in caplog.text
+        monkeypatch.setattr(writer, "_MARKER_PAUSE", 0.2)
+        to.fail("hsb-b", guards.NotCapturable("a hole", "mend it"))
+        (path / "filler").unlink()
+        assert dumping.names(to, path) == ["hsb-b.error.json"]
+        assert to.counters["markers_lost"] == 1
+        to.close()
+        dumping.OPEN.remove(to)
+
+
 def test_a_read_only_file_system_reaches_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "small"
     with small_tmpfs(path, "256k"):
