@@ -34,8 +34,9 @@ options:
       - With another identity in the directory RV(conflict) shows both.
     type: dict
   format:
-    description: The format that is asked for. Files of another one in the directory are reported as RV(conflict).
-    type: str
+    description: The formats that are asked for. Files of others in the directory are reported as RV(conflict).
+    type: list
+    elements: str
   dump_dir:
     description: The directory where the server's capture leaves dumps. With it, RV(capture) says what the capture counted.
     type: path
@@ -159,7 +160,7 @@ def main():
             "output_dir": {"type": "path", "required": True},
             "run": {"type": "str"},
             "identity": {"type": "dict"},
-            "format": {"type": "str"},
+            "format": {"type": "list", "elements": "str"},
             "dump_dir": {"type": "path"},
             "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor"], "default": "auto"},
             "name": {"type": "str"},
