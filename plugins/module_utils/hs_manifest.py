@@ -155,7 +155,7 @@ def claim_directory(path, run, mode=0o700, gid=-1, kind=EXTRACTION):
                 % (path, MARKER, ", ".join(foreign[:5]))
             )
     elif marker.get("kind") != kind:
-        raise ManifestError("output directory %s is marked as %r, not as an %s" % (path, marker.get("kind"), kind))
+        raise ManifestError("output directory %s is marked as %r, not as %r" % (path, marker.get("kind"), kind))
     try:
         os.chmod(path, mode)
         if gid >= 0:
