@@ -251,14 +251,11 @@ def _entry(line):
         entry = json.loads(line)
     except ValueError:
         return None
-    if not _valid(entry, _ENTRY_FIELDS) or entry["id"] < 0:
-        return None
-    files = files_of(entry)
+    files = files_of(entry) if _valid(entry, _ENTRY_FIELDS) and entry["id"] >= 0 else None
     if not isinstance(files, list) or not files or not all(_valid(file, _FILE_FIELDS) for file in files):
         return None
-    if any({"", ".", ".."} & set(file["file"].split("/")) for file in files) or sum(file["bytes"] for file in files) != entry["bytes"]:
-        return None
-    return entry
+    plain = not any({"", ".", ".."} & set(file["file"].split("/")) for file in files)
+    return entry if plain and sum(file["bytes"] for file in files) == entry["bytes"] else None
 
 
 def files_of(entry):
@@ -338,11 +335,9 @@ class Manifest:
         for entry in self.entries.values():
             formats = {file["file"].partition("/")[0] for file in files_of(entry)}
             if formats != names:
-                there, ours = (", ".join(sorted(some)) for some in (formats, names))
-                return (
-                    "output directory %s holds files of the format %s, and this run writes %s; give it an output directory of its own,"
-                    " or make one format from the other with convert.yml" % (self.path, there, ours)
-                )
+                text = "output directory %s holds files of the format %s, and this run writes %s; give it an output directory of its own,"
+                text += " or make one format from the other with convert.yml"
+                return text % (self.path, ", ".join(sorted(formats)), ", ".join(sorted(names)))
         return ""
 
     def repair(self, mode=0o600, gid=-1, without=()):

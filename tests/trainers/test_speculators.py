@@ -65,3 +65,11 @@ def test_a_part_of_the_records_has_rows_without_a_hole(output, tmp_path):
     assert result["records"] == 4
     dataset = ArrowDataset(64, tmp_path / "collected" / "speculators", on_missing="raise")
     assert [dataset[row]["input_ids"].tolist() for row in range(len(dataset))] == [output.record(number)[0] for number in some]
+
+
+def test_the_frequencies_are_what_the_package_counts(output, tmp_path):
+    from speculators.train.vocab_mapping import save_token_frequency_distribution
+
+    save_token_frequency_distribution(load_from_disk(output.path / "speculators"), tmp_path / "theirs.pt")
+    theirs = torch.load(tmp_path / "theirs.pt", weights_only=True)
+    assert torch.load(output.path / "speculators" / "token_freq.pt", weights_only=True) == theirs

@@ -231,15 +231,15 @@ def test_what_cannot_be_collected_is_refused_before_anything_is_placed(two, dest
         hosts.collection(dest, two, None, draft_vocab_size=20)
     with pytest.raises(Refusal, match="extraction_draft_vocab_size is 97; it must be from 1 to 96"):
         hosts.collection(dest, two, packed, draft_vocab_size=97)
-    with pytest.raises(Refusal, match="extraction_draft_vocab_size is for the format specforge"):
+    with pytest.raises(Refusal, match="extraction_draft_vocab_size is for the formats specforge and spec"):
         hosts.collection(tmp_path / "plain", two, packed, draft_vocab_size=20, formats=["safetensors"])
     with pytest.raises(Refusal, match="is marked as 'extraction', not as 'collection'"):
         hosts.collection(two[0], two, packed)
     with pytest.raises(Refusal, match="mode is 'rsync'; it must be one of link, symlink"):
         hosts.collection(dest, two, packed, mode="rsync")
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(Refusal, match=r"vocab_mapping\.pt needs the Python package torch .*extraction_collect_python"):
-        vocab.write_mapping(str(dest), packed, range(RECORDS), 20, collect_module.Access())
+    with pytest.raises(Refusal, match=r"extraction_draft_vocab_size needs the Python package torch .*extraction_collect_python"):
+        vocab.write_vocab(str(dest), {"specforge"}, packed, range(RECORDS), 20, collect_module.Access())
 
 
 def test_links_over_file_systems_are_refused(two, dest, packed, monkeypatch):

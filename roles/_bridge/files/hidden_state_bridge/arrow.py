@@ -25,7 +25,7 @@ STATE = "state.json"
 INFO = "dataset_info.json"
 # Tokens of one record batch: some MiB in memory.
 BATCH_TOKENS = 1 << 18
-_OURS = re.compile(r"speculators/(data-[0-9a-f]{16}\.arrow|state\.json|dataset_info\.json)\Z")
+_OURS = re.compile(r"speculators/(data-[0-9a-f]{16}\.arrow|state\.json|dataset_info\.json|token_freq\.pt)\Z")
 
 
 def is_ours(file: str) -> bool:
@@ -58,7 +58,7 @@ def write_arrow(directory: str, dataset: PackedDataset, records: np.ndarray, acc
     for file, content in wanted.items():
         hs_manifest.write_json(paths[file], content, access.file_mode, access.gid)
     for other in os.listdir(directory):
-        if other != name and is_ours(f"speculators/{other}") and other not in wanted:
+        if other.endswith(".arrow") and other != name and is_ours(f"speculators/{other}"):
             os.unlink(os.path.join(directory, other))
     return True
 

@@ -170,8 +170,10 @@ class _Collection:
                 f"{' and '.join(needs)} needs the packed data set, and it is not below {request.dataset_dir}; run stage.yml, or name the"
                 " directory that holds it (extraction_collect_dataset_dir)"
             )
-        if request.draft_vocab_size and "specforge" not in formats:
-            raise Refusal("extraction_draft_vocab_size is for the format specforge, and there is none of it; leave it at 0")
+        if request.draft_vocab_size and not formats & {"specforge", "speculators"}:
+            raise Refusal(
+                "extraction_draft_vocab_size is for the formats specforge and speculators, and there is none of them; leave it at 0"
+            )
         if self.dataset is not None and not request.partial and len(merged.used) < len(self.dataset):
             raise Refusal(
                 f"{len(self.dataset) - len(merged.used):,} of {len(self.dataset):,} records are done on no host; run extract.yml to"
@@ -325,7 +327,7 @@ class _Collection:
             self.changed |= arrow.write_arrow(os.path.join(dest, "speculators"), self.dataset, rows, access)
         if self.request.draft_vocab_size:
             records = [entry["id"] for entry in lines]
-            self.changed |= vocab.write_mapping(dest, self.dataset, records, self.request.draft_vocab_size, access)
+            self.changed |= vocab.write_vocab(dest, formats, self.dataset, records, self.request.draft_vocab_size, access)
         if self.request.mode == "move":
             shutil.rmtree(os.path.join(dest, INCOMING), ignore_errors=True)
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpecForge's vocab_mapping.pt: which tokens of the target's vocabulary the draft model has.
+"""Which tokens of the target's vocabulary the draft model has: SpecForge's vocab_mapping.pt, and what speculators makes its own from.
 
-d2t int64 [draft_vocab_size]: target id minus draft id, for each draft id; t2d bool [vocab_size]: whether the draft has it.
+vocab_mapping.pt: d2t int64 [draft_vocab_size]: target id minus draft id, for each draft id; t2d bool [vocab_size]: whether the draft has it.
 The draft has the tokens that are trained on most often, of equally frequent ones those with the lower ids.
+token_freq.pt: {token: how often it is trained on}, for the tokens that are.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +18,8 @@ from .errors import Refusal
 from .packed import PackedDataset
 from .store import Access, replacing
 
-FILE = "vocab_mapping.pt"
+MAPPING = "vocab_mapping.pt"
+FREQUENCIES = "token_freq.pt"
 
 
 def count_tokens(dataset: PackedDataset, records: Iterable[int], vocab_size: int) -> np.ndarray:
@@ -40,8 +43,13 @@ def make_mapping(counts: np.ndarray, draft_vocab_size: int) -> tuple[np.ndarray,
     return used - np.arange(draft_vocab_size), t2d
 
 
-def write_mapping(directory: str, dataset: PackedDataset, records: Iterable[int], draft_vocab_size: int, access: Access) -> bool:
-    """Make `directory` hold the mapping for these records; returns whether that changed anything. Raises Refusal or OSError."""
+def write_vocab(
+    dest: str, formats: set[str], dataset: PackedDataset, records: Iterable[int], draft_vocab_size: int, access: Access
+) -> bool:
+    """Make the collection `dest` hold, for these records, what the formats' trainers want; returns whether that changed anything.
+
+    Raises Refusal or OSError.
+    """
     vocab_size = dataset.meta.get("vocab_size")
     if not vocab_size:
         raise Refusal(f"data set {dataset.path} does not say how large the vocabulary is; set dataset_stage_vocab_size and pack it again")
@@ -51,14 +59,28 @@ def write_mapping(directory: str, dataset: PackedDataset, records: Iterable[int]
         import torch
     except ImportError:
         raise Refusal(
-            f"{FILE} needs the Python package torch where it is written; name an interpreter that has it (extraction_collect_python)"
+            "extraction_draft_vocab_size needs the Python package torch where the collection is made; name an interpreter that has it"
+            " (extraction_collect_python)"
         ) from None
-    d2t, t2d = (torch.from_numpy(part) for part in make_mapping(count_tokens(dataset, records, vocab_size), draft_vocab_size))
-    path = os.path.join(directory, FILE)
+    counts = count_tokens(dataset, records, vocab_size)
+    changed = False
+    if "specforge" in formats:
+        d2t, t2d = (torch.from_numpy(part) for part in make_mapping(counts, draft_vocab_size))
+        changed |= _write(os.path.join(dest, MAPPING), {"d2t": d2t, "t2d": t2d}, access)
+    if "speculators" in formats:
+        found = np.flatnonzero(counts)
+        frequencies = dict(zip(found.tolist(), counts[found].tolist()))
+        changed |= _write(os.path.join(dest, "speculators", FREQUENCIES), frequencies, access)
+    return changed
+
+
+def _write(path: str, content: dict[Any, Any], access: Access) -> bool:
+    import torch
+
     if os.path.exists(path):
         there = torch.load(path, weights_only=True)
-        if torch.equal(there["d2t"], d2t) and torch.equal(there["t2d"], t2d):
+        if there.keys() == content.keys() and all(torch.equal(*map(torch.as_tensor, (there[key], content[key]))) for key in content):
             return False
     with replacing(path, access) as temporary:
-        torch.save({"d2t": d2t, "t2d": t2d}, temporary)
+        torch.save(content, temporary)
     return True
