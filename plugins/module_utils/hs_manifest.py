@@ -155,7 +155,8 @@ def claim_directory(path, run, mode=0o700, gid=-1, kind=EXTRACTION):
                 % (path, MARKER, ", ".join(foreign[:5]))
             )
     elif marker.get("kind") != kind:
-        raise ManifestError("output directory %s is marked as %r, not as %r" % (path, marker.get("kind"), kind))
+        ours = "%s %s" % ("an" if kind == EXTRACTION else "a", kind)
+        raise ManifestError("output directory %s is marked as %r, not as %s" % (path, marker.get("kind"), ours))
     try:
         os.chmod(path, mode)
         if gid >= 0:

@@ -185,7 +185,7 @@ def test_records_are_taken_out_of_the_manifest(out):
 def test_second_copies_are_counted_and_links_count_in_a_collection_alone(tmp_path, out):
     path = tmp_path / "collected"
     hm.claim_directory(str(path), RUN, kind=hm.COLLECTION)
-    with pytest.raises(hm.ManifestError, match="is marked as 'collection', not as 'extraction'"):
+    with pytest.raises(hm.ManifestError, match="is marked as 'collection', not as an extraction"):
         hm.claim_directory(str(path), RUN)
     line = entry(out, 0)
     for directory in (path, out):

@@ -142,6 +142,15 @@ def test_repair_follows_no_link_and_removes_no_directory(out, tmp_path):
     assert set(hm.Manifest(str(out)).entries) == set(range(RECORDS)) - {3, 4}
 
 
+def test_repair_leaves_a_link_in_the_place_of_a_file(out, tmp_path):
+    """It is nothing that an extractor writes; its record goes back into the plan."""
+    file(out, 4).unlink()
+    file(out, 4).symlink_to(tmp_path / "elsewhere")
+    result = verify(str(out), None, repair=True)
+    assert [problem["id"] for problem in result["problems"]] == [4] and file(out, 4).is_symlink()
+    assert 4 not in hm.Manifest(str(out)).entries
+
+
 def test_repair_waits_for_no_extractor(out, monkeypatch):
     lock = hm.Lock(str(out))
     monkeypatch.setattr(hm.Lock.__init__, "__defaults__", (0.1,))

@@ -177,6 +177,40 @@ def test_killed_anywhere_and_called_again(two, dest, packed, monkeypatch, stage)
     check(dest)
 
 
+def test_a_linked_file_that_its_host_wrote_again_is_linked_again(two, dest, packed):
+    """The same bytes in another file: what the old link leads to may be damaged."""
+    hosts.collection(dest, two, packed)
+    source = two[0] / "specforge/rows_0-2000/data_3.ckpt"
+    good = source.read_bytes()
+    source.write_bytes(b"\xff" + good[1:])
+    source.with_suffix(".other").write_bytes(good)
+    source.with_suffix(".other").rename(source)
+    assert not verify(str(dest), None)["ok"]
+    assert hosts.collection(dest, two, packed)["changed"]
+    check(dest)
+
+
+def test_no_line_is_of_a_file_that_was_replaced(two, dest, packed, monkeypatch):
+    """Killed after a record's new file took the place of the old one and before its line is written."""
+    hosts.collection(dest, two, packed, mode="copy")
+    source = two[0] / "specforge/rows_0-2000/data_3.ckpt"
+    source.write_bytes(source.read_bytes()[:-1] + b"\x7f")
+    lines = lines_of(two[0] / hm.MANIFEST)
+    lines[3]["files"][0]["sha256"] = collect_module.file_hash(str(source))
+    hm.write_lines(str(two[0] / hm.MANIFEST), lines)
+
+    def die(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hm.ManifestWriter, "append", die)
+    with pytest.raises(KeyboardInterrupt):
+        hosts.collection(dest, two, packed, mode="copy")
+    monkeypatch.undo()
+    assert not [problem for problem in verify(str(dest), None)["problems"] if problem["id"] is not None]
+    hosts.collection(dest, two, packed, mode="copy")
+    check(dest)
+
+
 def test_what_the_hosts_have_to_give_is_asked_for_and_moved(two, dest, packed):
     hosts.collection(dest, two[:1], packed, mode="copy", partial=True)
     sources = [
@@ -233,7 +267,7 @@ def test_what_cannot_be_collected_is_refused_before_anything_is_placed(two, dest
         hosts.collection(dest, two, packed, draft_vocab_size=97)
     with pytest.raises(Refusal, match="extraction_draft_vocab_size is for the formats specforge and spec"):
         hosts.collection(tmp_path / "plain", two, packed, draft_vocab_size=20, formats=["safetensors"])
-    with pytest.raises(Refusal, match="is marked as 'extraction', not as 'collection'"):
+    with pytest.raises(Refusal, match="is marked as 'extraction', not as a collection"):
         hosts.collection(two[0], two, packed)
     with pytest.raises(Refusal, match="mode is 'rsync'; it must be one of link, symlink"):
         hosts.collection(dest, two, packed, mode="rsync")

@@ -129,7 +129,7 @@ class _Collection:
 
     def gather(self, spool: Any) -> dict[str, Any]:
         request = self.request
-        merged = merge(request.sources, self.manifest.entries, set(request.formats), spool)
+        merged = merge(request.sources, self.manifest.entries, set(request.formats), None if request.mode == "ask" else spool)
         formats = {file["file"].partition("/")[0] for entry in merged.used.values() for file in hs_manifest.files_of(entry)}
         self._refuse(merged, formats)
         wanted: dict[str, int] = {}
@@ -235,12 +235,12 @@ class _Collection:
     def _place(self, left: list[dict[str, Any]]) -> None:
         """Put records where they belong, and then into the manifest, some at a time."""
         dest, access = self.request.dest, self.access
-        # A record that goes to another place, or comes again, is not there meanwhile.
-        known = self.manifest.entries
+        # A file that is replaced is in no line meanwhile.
         targets = {file["file"] for entry in left for file in hs_manifest.files_of(entry)}
-        moved = {entry["id"] for entry in left}
-        moved |= {record for record, entry in known.items() if any(file["file"] in targets for file in hs_manifest.files_of(entry))}
-        self.changed |= self.manifest.repair(access.file_mode, access.gid, without=moved)
+        replaced = {
+            record for record, entry in self.manifest.entries.items() if any(f["file"] in targets for f in hs_manifest.files_of(entry))
+        }
+        self.changed |= self.manifest.repair(access.file_mode, access.gid, without=replaced)
         writer = hs_manifest.ManifestWriter(dest, access.file_mode, access.gid)
         workers = self.request.workers or min(8, os.cpu_count() or 1)
         try:

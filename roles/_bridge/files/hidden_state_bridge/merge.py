@@ -29,18 +29,18 @@ class Source:
 
 @dataclass
 class Merged:
-    """The used line of each record, with its host; `spool` holds the lines of second copies."""
+    """The used line of each record, with its host; `spool` holds the lines of second copies, where they are wanted."""
 
     used: dict[int, dict[str, Any]]
-    spool: BinaryIO
+    spool: BinaryIO | None
     superseded: int = 0
     hosts: dict[str, int] = field(default_factory=dict)
 
     def second_copies(self) -> Iterator[dict[str, Any]]:
         """The superseded lines, one at a time."""
-        self.spool.seek(0)
-        for line in self.spool:
-            yield json.loads(line)
+        if self.spool is not None:
+            self.spool.seek(0)
+            yield from map(json.loads, self.spool)
 
 
 def identity_of(sources: list[Source]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def identity_of(sources: list[Source]) -> dict[str, Any]:
     return known
 
 
-def merge(sources: list[Source], kept: dict[int, dict[str, Any]], formats: set[str], spool: BinaryIO) -> Merged:
+def merge(sources: list[Source], kept: dict[int, dict[str, Any]], formats: set[str], spool: BinaryIO | None) -> Merged:
     """Choose one copy of each record.
 
     kept: the lines of records that are in the collection already. Such a copy stays, unless its own host has another by now; else
@@ -105,5 +105,6 @@ def merge(sources: list[Source], kept: dict[int, dict[str, Any]], formats: set[s
 
 
 def _put(merged: Merged, entry: dict[str, Any]) -> None:
-    merged.spool.write(json.dumps(dict(entry, superseded=True), separators=(",", ":")).encode() + b"\n")
     merged.superseded += 1
+    if merged.spool is not None:
+        merged.spool.write(json.dumps(dict(entry, superseded=True), separators=(",", ":")).encode() + b"\n")
