@@ -32,6 +32,13 @@ def pytest_configure() -> None:
         sys.modules[name] = module
 
 
+def pytest_report_header() -> str:
+    return (
+        "loaders as released; left out: the __init__ of ModelOpt's packages (quantization, solvers), torch.compile, and SpecForge's Triton"
+        " loss, for which its own reference stands in"
+    )
+
+
 class Output:
     """The packed data set, two hosts that did every other record, and what was collected from them."""
 

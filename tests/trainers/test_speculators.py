@@ -17,6 +17,8 @@ from speculators.data_generation.offline import (
 )
 from speculators.train.data import ArrowDataset, CollateFn
 
+import hs_manifest
+
 pytestmark = pytest.mark.filterwarnings("error")
 
 
@@ -65,6 +67,24 @@ def test_a_part_of_the_records_has_rows_without_a_hole(output, tmp_path):
     assert result["records"] == 4
     dataset = ArrowDataset(64, tmp_path / "collected" / "speculators", on_missing="raise")
     assert [dataset[row]["input_ids"].tolist() for row in range(len(dataset))] == [output.record(number)[0] for number in some]
+
+
+def test_a_part_that_grows_keeps_its_rows(output, tmp_path):
+    def rows():
+        dataset = ArrowDataset(64, tmp_path / "collected" / "speculators", on_missing="raise")
+        return [dataset[row]["input_ids"].tolist() for row in range(len(dataset))]
+
+    host = hosts.make_host(tmp_path / "one", output.dataset, [3, 20], ("speculators",))
+    hosts.collection(tmp_path / "collected", [host], output.dataset, partial=True)
+    hosts.make_host(tmp_path / "one", output.dataset, [5, 1], ("speculators",))
+    hosts.collection(tmp_path / "collected", [host], output.dataset, partial=True)
+    assert rows() == [output.record(number)[0] for number in (3, 20, 1, 5)]
+    # What is lost leaves no hole: the last rows move up.
+    lines = [line for line in hs_manifest.read_lines(str(host / hs_manifest.MANIFEST)) if line["id"] != 20]
+    hs_manifest.write_lines(str(host / hs_manifest.MANIFEST), lines)
+    hosts.collection(tmp_path / "collected", [host], output.dataset, partial=True)
+    assert rows() == [output.record(number)[0] for number in (3, 5, 1)]
+    assert len(list((tmp_path / "collected" / "speculators" / "hidden_states").iterdir())) == 3
 
 
 def test_the_frequencies_are_what_the_package_counts(output, tmp_path):

@@ -14,7 +14,7 @@ from aiohttp import web
 import hs_manifest
 from hidden_state_bridge.__main__ import main
 from hidden_state_bridge.client import Client, RecordRefused, RequestFailed, ServerAway
-from hidden_state_bridge.config import read_config
+from hidden_state_bridge.config import need_packages, read_config
 from hidden_state_bridge.errors import ConfigError
 from hidden_state_bridge.formats import FORMATS, file_name, number_of
 
@@ -116,9 +116,13 @@ def test_several_formats_have_their_bytes_and_their_package(monkeypatch):
     two = read_config({**CONFIG, "format": ["specforge", "safetensors_zstd"]})
     assert read_config(CONFIG).formats == one.formats == ("specforge",)
     assert two.output_bytes_per_token == 2 * one.output_bytes_per_token and two.bytes_per_token == one.bytes_per_token
+    need_packages(two.formats)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    need_packages(one.formats)
     with pytest.raises(ConfigError, match="needs the Python package zstandard in .*python.*; install it there, or take safetensors"):
-        read_config({**CONFIG, "format": "safetensors_zstd"})
+        need_packages(two.formats)
+    # The controller checks the settings, and needs no package of the hosts.
+    assert read_config({**CONFIG, "format": "safetensors_zstd"}).formats == ("safetensors_zstd",)
 
 
 async def _ask(answer, api_key=None, timeout=5.0):

@@ -82,10 +82,12 @@ def _config_check(options: argparse.Namespace) -> int:
 
 
 def _extract(options: argparse.Namespace) -> int:
-    from .config import read_config
+    from .config import need_packages, read_config
     from .extract import run_service
 
-    return run_service(read_config(_read_json(options.config)))
+    config = read_config(_read_json(options.config))
+    need_packages(config.formats)
+    return run_service(config)
 
 
 def _canary(options: argparse.Namespace) -> int:

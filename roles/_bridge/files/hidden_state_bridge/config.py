@@ -144,13 +144,17 @@ def _check_choices(config: ExtractConfig) -> None:
 
 
 def check_formats(value: object) -> None:
-    """Raise ConfigError unless the value is the name of an output format, or a list of some, and each can be written here."""
+    """Raise ConfigError unless the value is the name of an output format, or a list of some of them."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or any(name.__class__ is not str or name not in FORMATS for name in names):
         raise ConfigError(f"format is {value!r}; it must be one of {', '.join(FORMATS)}, or a list of some of them")
     if len(set(names)) < len(names):
         raise ConfigError(f"format is {value!r}; name each format once")
-    if "safetensors_zstd" in names and not importlib.util.find_spec("zstandard"):
+
+
+def need_packages(formats: tuple[str, ...]) -> None:
+    """Raise ConfigError where this interpreter cannot write one of the formats."""
+    if "safetensors_zstd" in formats and not importlib.util.find_spec("zstandard"):
         raise ConfigError(
             f"format safetensors_zstd needs the Python package zstandard in {sys.executable}; install it there, or take safetensors"
         )

@@ -24,7 +24,7 @@ from hs_capture import dumpfile
 from hs_capture.layers import format_layers
 
 from . import store
-from .config import GIB, check_formats
+from .config import GIB, check_formats, need_packages
 from .errors import ConfigError, Refusal
 from .formats import FORMATS, unfit
 from .formats.files import Stored, file_hash
@@ -62,6 +62,7 @@ def read_convert_config(values: dict[str, Any]) -> ConvertConfig:
     except TypeError as error:
         raise ConfigError(f"a conversion needs source_dir, output_dir and format: {error}") from error
     check_formats(config.format)
+    need_packages(config.formats)
     for name in ("source_dir", "output_dir"):
         if not isinstance(getattr(config, name), str) or not os.path.isabs(getattr(config, name)):
             raise ConfigError(f"{name} is {getattr(config, name)!r}; give an absolute path")
