@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 ENGINE := .cache/sglang-cpu
 ENGINE_PYTEST := .cache/engine-pytest
+TRAINERS := .cache/trainers
 INVENTORY := inventories/local
 # The collection of the checkout comes first, wherever the command is called from.
 export ANSIBLE_COLLECTIONS_PATH := $(CURDIR)/playbooks/collections:$(HOME)/.ansible/collections:/usr/share/ansible/collections
@@ -50,7 +51,7 @@ demo: engine ## the whole job on this machine: engine, sources, extract.yml, sum
 	@cat .demo/report/summary.txt
 
 .PHONY: test
-test: lint gates unit matrix releases e2e ## lint, gates, unit tests, the patcher on released sources, a sample of real servers, the end-to-end test
+test: lint gates unit trainers matrix releases e2e ## lint, gates, unit tests, the trainers' loaders, the patcher on released sources, real servers, end to end
 
 .PHONY: lint
 lint: $(VENV)/.test ## ansible-lint (production), ruff, yamllint
@@ -77,6 +78,15 @@ $(ENGINE_PYTEST)/.done: requirements/engine-test.txt | engine
 unit: $(VENV)/.test engine $(ENGINE_PYTEST)/.done ## unit tests, with the engine's interpreter where they need torch
 	python -m pytest tests/unit --ignore tests/unit/engine $(PYTEST_ARGS)
 	PYTHONPATH=$(ENGINE_PYTEST) $(ENGINE)/venv/bin/python -m pytest tests/unit/engine $(PYTEST_ARGS)
+
+$(TRAINERS)/.done: requirements/trainers.txt | engine
+	@echo "== installing $<"
+	@$(ENGINE)/venv/bin/python -m pip install --disable-pip-version-check -qq --no-deps --upgrade --target $(TRAINERS) --requirement $<
+	@touch $@
+
+.PHONY: trainers
+trainers: engine $(ENGINE_PYTEST)/.done $(TRAINERS)/.done ## the loaders of SpecForge, speculators and ModelOpt read what is written here
+	PYTHONPATH=$(ENGINE_PYTEST):$(TRAINERS) $(ENGINE)/venv/bin/python -m pytest tests/trainers $(PYTEST_ARGS)
 
 .PHONY: matrix
 matrix: $(VENV)/.test ## the patcher on the released sources of SGLang; RELEASES=all takes every release

@@ -6,7 +6,9 @@
 The extractor writes them and everything else (planner, verify, status) reads them through this module.
 It needs nothing but the standard library, so it runs under any Python 3.9+ of a host.
 
-A record is *done* when the manifest has a valid line for it and its file exists with that line's size.
+A line is a record. With one output format it has `file`, `bytes` and `sha256`; with several, `files` lists these three for each
+format, and `bytes` is their sum. In a collection it also has `host`, and a line with `superseded` is of a copy that is not there.
+A record is *done* when the manifest has a valid line for it and its files exist with that line's sizes.
 The extractor is *alive* when it holds the lock; status.json only says what it did last.
 """
 
@@ -27,9 +29,13 @@ LOCK = ".lock"
 RUN = "run.json"
 MANIFEST = "manifest.jsonl"
 STATUS = "status.json"
+# What a marker says of its directory: one host's states, or those of all hosts.
+EXTRACTION = "extraction"
+COLLECTION = "collection"
 RUN_FORMAT = "hidden_state_bridge.run/1"
 
-_ENTRY_FIELDS = {"id": int, "source": str, "line": int, "file": str, "bytes": int, "tokens": int, "sha256": str}
+_ENTRY_FIELDS = {"id": int, "source": str, "line": int, "bytes": int, "tokens": int}
+_FILE_FIELDS = {"file": str, "bytes": int, "sha256": str}
 
 
 class ManifestError(Exception):
@@ -125,7 +131,7 @@ def read_json(path):
     return value
 
 
-def claim_directory(path, run, mode=0o700, gid=-1):
+def claim_directory(path, run, mode=0o700, gid=-1, kind=EXTRACTION):
     """Make the output directory, or take one that is empty or carries this run's marker.
 
     A link, a directory with foreign content and one of another run are refused (ManifestError).
@@ -148,14 +154,15 @@ def claim_directory(path, run, mode=0o700, gid=-1):
                 "output directory %s is not empty and has no %s of ours (it holds %s); choose another directory"
                 % (path, MARKER, ", ".join(foreign[:5]))
             )
-    elif marker.get("kind") != "extraction":
-        raise ManifestError("output directory %s is marked as %r, not as an extraction" % (path, marker.get("kind")))
+    elif marker.get("kind") != kind:
+        ours = "%s %s" % ("an" if kind == EXTRACTION else "a", kind)
+        raise ManifestError("output directory %s is marked as %r, not as %s" % (path, marker.get("kind"), ours))
     try:
         os.chmod(path, mode)
         if gid >= 0:
             os.chown(path, -1, gid)
         if marker is None:
-            write_json(os.path.join(path, MARKER), {"kind": "extraction", "run": run}, mode & 0o660, gid)
+            write_json(os.path.join(path, MARKER), {"kind": kind, "run": run}, mode & 0o660, gid)
     except OSError as error:
         raise ManifestError("output directory %s is not writable: %s" % (path, error.strerror)) from error
 
@@ -235,26 +242,49 @@ def other_identity(path, there, ours):
     )
 
 
+def _valid(value, fields):
+    return isinstance(value, dict) and all(value.get(key).__class__ is kind for key, kind in fields.items())
+
+
 def _entry(line):
     """The manifest line as a dict, or None where it is not a valid one."""
     try:
         entry = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(entry, dict) or any(entry.get(key).__class__ is not kind for key, kind in _ENTRY_FIELDS.items()):
+    files = files_of(entry) if _valid(entry, _ENTRY_FIELDS) and entry["id"] >= 0 else None
+    if not isinstance(files, list) or not files or not all(_valid(file, _FILE_FIELDS) for file in files):
         return None
-    parts = entry["file"].split("/")
-    if entry["id"] < 0 or "" in parts or ".." in parts or "." in parts:
-        return None
-    return entry
+    plain = not any({"", ".", ".."} & set(file["file"].split("/")) for file in files)
+    return entry if plain and sum(file["bytes"] for file in files) == entry["bytes"] else None
 
 
-def _agrees(path, entry):
+def files_of(entry):
+    """The record's files, each with `file`, `bytes` and `sha256`: one for each format, whose name its path begins with."""
+    return entry.get("files", [entry])
+
+
+def named(files):
+    """The part of a line that names files."""
+    return dict(files[0]) if len(files) == 1 else {"files": files, "bytes": sum(file["bytes"] for file in files)}
+
+
+def read_lines(path):
+    """The valid lines of a manifest file, in order, whatever lies on the disk; one at a time. Raises OSError."""
+    with open(path, "rb") as stream:
+        for line in stream:
+            entry = _entry(line) if line.endswith(b"\n") else None
+            if entry is not None:
+                yield entry
+
+
+def agrees(path, file, follow=False):
+    """Whether a file of the manifest is a regular one below `path` with the size that it says; follow: links may lead to it."""
     try:
-        found = os.lstat(os.path.join(path, entry["file"]))
+        found = (os.stat if follow else os.lstat)(os.path.join(path, file["file"]))
     except OSError:
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_size == entry["bytes"]
+    return stat.S_ISREG(found.st_mode) and found.st_size == file["bytes"]
 
 
 class Manifest:
@@ -262,17 +292,19 @@ class Manifest:
 
     entries: {record: line} of the done records, in the order of the manifest.
     torn: bytes of an unfinished last line. broken: numbers of lines that are not valid.
-    stale: {record: file} with a line but without a file of that size. repeated: records with more than one line
-    (the later line wins if its file agrees).
+    stale: {record: line} with a line but without all its files of their sizes. repeated: records with more than one line
+    (the later line wins if its files agree). superseded: number of lines of second copies. In a collection files may be links.
     """
 
     def __init__(self, path):
         self.path = path
+        follow = (read_json(os.path.join(path, MARKER)) or {}).get("kind") == COLLECTION
         self.entries = {}
         self.broken = []
         self.torn = 0
         self.repeated = []
         self.stale = {}
+        self.superseded = 0
         try:
             stream = open(os.path.join(path, MANIFEST), "rb")
         except FileNotFoundError:
@@ -286,45 +318,56 @@ class Manifest:
                 if entry is None:
                     self.broken.append(number)
                     continue
+                if entry.get("superseded"):
+                    self.superseded += 1
+                    continue
                 record = entry["id"]
                 if record in self.entries or record in self.stale:
                     self.repeated.append(record)
-                if _agrees(path, entry):
+                if all(agrees(path, file, follow) for file in files_of(entry)):
                     self.entries[record] = entry
                     self.stale.pop(record, None)
                 elif record not in self.entries:
-                    self.stale[record] = entry["file"]
+                    self.stale[record] = entry
 
-    def other_format(self, name):
-        """Why files of the output format `name` cannot join those that are there; empty where they can."""
-        others = sorted({entry["file"].partition("/")[0] for entry in self.entries.values()} - {name})
-        if not others:
-            return ""
-        return "output directory %s holds files of the format %s, and this run writes %s; give it an output directory of its own" % (
-            self.path,
-            ", ".join(others),
-            name,
-        )
+    def other_format(self, names):
+        """Why files in these output formats (a name, or several) cannot join those that are there; empty where they can."""
+        names = {names} if isinstance(names, str) else set(names)
+        for entry in self.entries.values():
+            formats = {file["file"].partition("/")[0] for file in files_of(entry)}
+            if formats != names:
+                text = "output directory %s holds files of the format %s, and this run writes %s; give it an output directory of its own,"
+                text += " or make one format from the other with convert.yml"
+                return text % (self.path, ", ".join(sorted(formats)), ", ".join(sorted(names)))
+        return ""
 
-    def repair(self, mode=0o600, gid=-1):
-        """Rewrite the file with one line for each done record; returns whether that was needed.
+    def repair(self, mode=0o600, gid=-1, without=()):
+        """Rewrite the file with one line for each done record, but for the records in `without`; returns whether that was needed.
 
         Only the holder of the lock may call it.
         """
-        if not (self.torn or self.broken or self.stale or self.repeated):
+        without = set(without) & set(self.entries)
+        if not (self.torn or self.broken or self.stale or self.repeated or without):
             return False
-        temporary = os.path.join(self.path, ".%s.tmp-%d" % (MANIFEST, os.getpid()))
-        with open(temporary, "wb") as stream:
-            os.fchmod(stream.fileno(), mode)
-            if gid >= 0:
-                os.fchown(stream.fileno(), -1, gid)
-            for entry in self.entries.values():
-                stream.write(_line(entry))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.rename(temporary, os.path.join(self.path, MANIFEST))
-        fsync_directory(self.path)
+        for record in without:
+            del self.entries[record]
+        write_lines(os.path.join(self.path, MANIFEST), self.entries.values(), mode, gid)
         return True
+
+
+def write_lines(path, entries, mode=0o600, gid=-1):
+    """Put a manifest of these lines in the place of what is there. Only the holder of the lock may call it."""
+    temporary = os.path.join(os.path.dirname(path), ".%s.tmp-%d" % (os.path.basename(path), os.getpid()))
+    with open(temporary, "wb") as stream:
+        os.fchmod(stream.fileno(), mode)
+        if gid >= 0:
+            os.fchown(stream.fileno(), -1, gid)
+        for entry in entries:
+            stream.write(_line(entry))
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.rename(temporary, path)
+    fsync_directory(os.path.dirname(path))
 
 
 def _line(entry):

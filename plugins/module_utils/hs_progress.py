@@ -91,7 +91,7 @@ def observe(path, run=None, service="unknown", output_format=None):
 
     run: the run that is asked for; another one in the directory is a `conflict`.
     service: `running`, `starting`, `stopping`, `stopped`, `failed` or `absent` as the host's service manager has it, or
-    `unknown`. output_format: the format that is asked for; files of another one are a `conflict`.
+    `unknown`. output_format: the formats that are asked for, one or several; files of others are a `conflict`.
     """
     known = hs_manifest.read_json(os.path.join(path, hs_manifest.RUN)) or {}
     if run and known and known.get("run") != run:

@@ -108,7 +108,7 @@ def describe(path, marker):
     """One run for the list: path, run, kind, files, bytes, records, tokens, oldest, newest, running."""
     found = {"path": path, "kind": marker.get("kind", ""), "run": marker.get("run", ""), "records": None, "tokens": None, "running": False}
     found.update(measure(path))
-    if found["kind"] == "extraction":
+    if found["kind"] in (hs_manifest.EXTRACTION, hs_manifest.COLLECTION):
         manifest = hs_manifest.Manifest(path)
         found["records"] = len(manifest.entries)
         found["tokens"] = sum(entry["tokens"] for entry in manifest.entries.values())
@@ -128,14 +128,14 @@ def check_removable(path, marker, kept):
     """
     if not os.path.isdir(path):
         raise RunError("%s is not there; call the list again" % path)
-    if marker is None or marker.get("kind") not in ("extraction", ADOPTED):
+    if marker is None or marker.get("kind") not in (hs_manifest.EXTRACTION, hs_manifest.COLLECTION, ADOPTED):
         raise RunError(
             "%s has no marker of ours (%s); if its content is an old run, adopt it first (clean_adopt)" % (path, hs_manifest.MARKER)
         )
     for other, what in sorted(kept.items()):
         if within(os.path.realpath(other), path) or within(path, os.path.realpath(other)):
             raise RunError("%s is, holds or lies in %s (%s); it is not deleted" % (path, other, what))
-    if marker.get("kind") == "extraction" and hs_manifest.is_locked(path):
+    if marker.get("kind") != ADOPTED and hs_manifest.is_locked(path):
         raise RunError("%s: an extractor is at work there; stop it first" % path)
     found = measure(path)
     if found["mounts"] or os.path.ismount(path):

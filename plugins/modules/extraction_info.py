@@ -34,8 +34,9 @@ options:
       - With another identity in the directory RV(conflict) shows both.
     type: dict
   format:
-    description: The format that is asked for. Files of another one in the directory are reported as RV(conflict).
-    type: str
+    description: The formats that are asked for. Files of others in the directory are reported as RV(conflict).
+    type: list
+    elements: str
   config:
     description: The extractor's configuration file. With it, RV(share) says what an extractor that lives works on.
     type: path
@@ -167,7 +168,7 @@ def main():
             "output_dir": {"type": "path", "required": True},
             "run": {"type": "str"},
             "identity": {"type": "dict"},
-            "format": {"type": "str"},
+            "format": {"type": "list", "elements": "str"},
             "config": {"type": "path"},
             "dump_dir": {"type": "path"},
             "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor"], "default": "auto"},

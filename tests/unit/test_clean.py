@@ -97,6 +97,23 @@ def test_one_refusal_and_nothing_is_deleted(data, call):
     assert f"{data}/foreign has no marker of ours (.hidden_state_bridge); if its content is an old run, adopt it first" in found["msg"]
 
 
+def test_a_collection_is_listed_and_deleted_like_a_run_and_its_links_are_not_followed(data, call):
+    run, path = hm.run_of({"dataset": "d", "layers": [1]}), data / "all"
+    hm.claim_directory(str(path), run, kind=hm.COLLECTION)
+    (path / "specforge").mkdir()
+    (path / "specforge" / "data_0.ckpt").symlink_to(data / "old" / "gpu-1" / "specforge" / "data_0.ckpt")
+    writer = hm.ManifestWriter(str(path))
+    writer.append([{"id": 0, "source": "a", "line": 1, "file": "specforge/data_0.ckpt", "bytes": 5000, "tokens": 10, "sha256": "0"}])
+    writer.close()
+    [found] = [item for item in call()["runs"] if item["path"] == str(path)]
+    assert (found["kind"], found["records"], found["tokens"]) == ("collection", 1, 10)
+    lock = hm.Lock(str(path))
+    assert "an extractor is at work there" in call(remove=[str(path)])["msg"]
+    lock.close()
+    assert call(remove=[str(path)])["removed"] == [str(path)] and not path.exists()
+    assert (data / "old" / "gpu-1" / "specforge" / "data_0.ckpt").exists()
+
+
 def test_a_link_inside_a_run_that_points_outside(data, call, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()

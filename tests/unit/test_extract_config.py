@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 
 import numpy as np
@@ -13,9 +14,9 @@ from aiohttp import web
 import hs_manifest
 from hidden_state_bridge.__main__ import main
 from hidden_state_bridge.client import Client, RecordRefused, RequestFailed, ServerAway
-from hidden_state_bridge.config import read_config
+from hidden_state_bridge.config import need_packages, read_config
 from hidden_state_bridge.errors import ConfigError
-from hidden_state_bridge.formats import file_name
+from hidden_state_bridge.formats import FORMATS, file_name, number_of
 
 IDENTITY = {"dataset": "d", "weights": "w", "layers": [1, 3, 4], "final": "post_norm", "dtype": "bfloat16"}
 CONFIG = {
@@ -51,7 +52,15 @@ def test_bytes_a_token_are_those_of_the_design():
         ({"retries": True}, "retries is True"),
         ({"request_timeout": 0}, "request_timeout is 0; it must be a number of seconds above 0"),
         ({"url": "127.0.0.1:30000"}, "it must begin with http:// or https://"),
-        ({"format": "parquet"}, "it must be one of specforge, safetensors"),
+        (
+            {"format": "parquet"},
+            "it must be one of specforge, speculators, modelopt, safetensors, safetensors_zstd, or a list of some of them",
+        ),
+        ({"format": []}, "or a list of some of them"),
+        ({"format": ["specforge", 1]}, "or a list of some of them"),
+        ({"format": ["specforge", "specforge"]}, "name each format once"),
+        ({"format": ["specforge", "speculators"]}, "format speculators needs final pre_norm or both, not post_norm"),
+        ({"format": "modelopt", "final": "pre_norm"}, "format modelopt needs final post_norm or both, not pre_norm"),
         ({"layers": [3, 1]}, "it must be a list of ascending layer numbers"),
         ({"layers": [1, 1, 2]}, "it must be a list of ascending layer numbers"),
         ({"layers": []}, "it must be a list of ascending layer numbers"),
@@ -88,6 +97,32 @@ def test_files_lie_in_directories_of_two_thousand():
     assert file_name("specforge", 0) == "specforge/rows_0-2000/data_0.ckpt"
     assert file_name("specforge", 1999) == "specforge/rows_0-2000/data_1999.ckpt"
     assert file_name("safetensors", 37311) == "safetensors/rows_36000-38000/data_37311.safetensors"
+    assert file_name("modelopt", 2000) == "modelopt/rows_2000-4000/data_2000.pt"
+    # The trainer counts on one flat directory.
+    assert file_name("speculators", 37311) == "speculators/hidden_states/hs_37311.safetensors"
+    for name in FORMATS:
+        assert number_of(file_name(name, 37311)) == 37311
+    for path in (
+        "specforge/rows_0-2000/data_2000.ckpt",
+        "specforge/data_7.ckpt",
+        "specforge/rows_0-2000/data_07.ckpt",
+        "other/data_7.ckpt",
+    ):
+        assert number_of(path) is None
+
+
+def test_several_formats_have_their_bytes_and_their_package(monkeypatch):
+    one = read_config({**CONFIG, "format": ["specforge"]})
+    two = read_config({**CONFIG, "format": ["specforge", "safetensors_zstd"]})
+    assert read_config(CONFIG).formats == one.formats == ("specforge",)
+    assert two.output_bytes_per_token == 2 * one.output_bytes_per_token and two.bytes_per_token == one.bytes_per_token
+    need_packages(two.formats)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    need_packages(one.formats)
+    with pytest.raises(ConfigError, match="needs the Python package zstandard in .*python.*; install it there, or take safetensors"):
+        need_packages(two.formats)
+    # The controller checks the settings, and needs no package of the hosts.
+    assert read_config({**CONFIG, "format": "safetensors_zstd"}).formats == ("safetensors_zstd",)
 
 
 async def _ask(answer, api_key=None, timeout=5.0):

@@ -138,8 +138,64 @@ def test_done_is_a_valid_line_and_a_file_of_its_size(out):
     link.symlink_to(out / "elsewhere")
     manifest = hm.Manifest(str(out))
     assert list(manifest.entries) == [0, 4, 5]
-    assert manifest.stale == {n: entries[n]["file"] for n in (1, 2, 3)}
+    assert manifest.stale == {n: entries[n] for n in (1, 2, 3)}
     assert not (manifest.torn or manifest.broken or manifest.repeated)
+
+
+def several(path, record):
+    """A line of a record in two formats, whose files are there."""
+    first = entry(path, record)
+    second = {"file": f"safetensors/rows_0-2000/data_{record}.safetensors", "bytes": 7, "sha256": "1" * 64}
+    (path / second["file"]).parent.mkdir(parents=True, exist_ok=True)
+    (path / second["file"]).write_bytes(b"y" * 7)
+    files = [{key: first.pop(key) for key in ("file", "bytes", "sha256")}, second]
+    return {**first, **hm.named(files)}
+
+
+def test_a_record_in_several_formats_has_one_line_and_is_done_with_all_its_files(out):
+    entries = [several(out, record) for record in range(4)]
+    assert entries[0]["bytes"] == 17 and "file" not in entries[0]
+    append(out, *entries)
+    (out / hm.files_of(entries[1])[1]["file"]).unlink()
+    (out / hm.files_of(entries[2])[0]["file"]).write_bytes(b"short")
+    manifest = hm.Manifest(str(out))
+    assert set(manifest.entries) == {0, 3} and set(manifest.stale) == {1, 2}
+    assert manifest.other_format(["safetensors", "specforge"]) == ""
+    assert "holds files of the format safetensors, specforge, and this run writes specforge;" in manifest.other_format("specforge")
+    assert "convert.yml" in manifest.other_format(["specforge", "modelopt"])
+    assert manifest.repair() and [line["id"] for line in hm.read_lines(str(out / hm.MANIFEST))] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"files": []}, {"files": {}}, {"files": [1]}, {"bytes": 16}, {"files": [{"file": "a/../b", "bytes": 17, "sha256": ""}]}],
+)
+def test_an_invalid_line_of_several_formats_counts_for_nothing(out, change):
+    append(out, {**several(out, 0), **change}, several(out, 1))
+    assert list(hm.Manifest(str(out)).entries) == [1] and hm.Manifest(str(out)).broken == [1]
+
+
+def test_records_are_taken_out_of_the_manifest(out):
+    append(out, *(entry(out, record) for record in range(4)))
+    manifest = hm.Manifest(str(out))
+    assert not manifest.repair(without=[7]) and manifest.repair(without=[1, 2, 7])
+    assert list(manifest.entries) == list(hm.Manifest(str(out)).entries) == [0, 3]
+
+
+def test_second_copies_are_counted_and_links_count_in_a_collection_alone(tmp_path, out):
+    path = tmp_path / "collected"
+    hm.claim_directory(str(path), RUN, kind=hm.COLLECTION)
+    with pytest.raises(hm.ManifestError, match="is marked as 'collection', not as an extraction"):
+        hm.claim_directory(str(path), RUN)
+    line = entry(out, 0)
+    for directory in (path, out):
+        (directory / "specforge" / "rows_0-2000").mkdir(parents=True, exist_ok=True)
+    (path / line["file"]).symlink_to(out / line["file"])
+    append(path, line, {**line, "superseded": True, "host": "two"})
+    manifest = hm.Manifest(str(path))
+    assert list(manifest.entries) == [0] and manifest.superseded == 1 and manifest.repeated == []
+    hm.write_json(str(path / hm.MARKER), {"kind": hm.EXTRACTION, "run": RUN})
+    assert list(hm.Manifest(str(path)).entries) == []
 
 
 @pytest.mark.parametrize(

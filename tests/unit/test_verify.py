@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 
 import pytest
 
@@ -40,7 +41,7 @@ def file(out, record):
 def test_all_is_well(out, capsys):
     assert main(["verify", "--output-dir", str(out), "--all"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result.pop("problems") == []
+    assert result.pop("problems") == result.pop("repaired") == []
     total = sum(50 + record for record in range(RECORDS))
     assert result == {"ok": True, "checked": RECORDS, "records": RECORDS, "tokens": 60, "bytes": total, "running": False}
     assert verify(str(out), 5)["checked"] == 5
@@ -54,7 +55,8 @@ def test_a_flipped_byte_is_found_by_all_and_by_a_sample_that_meets_it(out, capsy
     assert problem == {
         "id": 7,
         "file": "specforge/rows_0-2000/data_7.ckpt",
-        "reason": "its content has another SHA-256 than the manifest says; remove it, and the next extraction writes it again",
+        "reason": "its content has another SHA-256 than the manifest says; verify.yml -e verify_repair=true puts it back into the plan,"
+        " and the next extraction writes it again",
     }
     found = {bool(verify(str(out), 10, seed)["problems"]) for seed in range(12)}
     assert found == {True, False}
@@ -98,3 +100,77 @@ def test_a_directory_that_is_not_ours_is_refused(tmp_path, capsys):
     (tmp_path / hm.MARKER).write_text("{}")
     with pytest.raises(Refusal, match="a sample of -1 files"):
         verify(str(tmp_path), -1)
+
+
+def test_repair_puts_what_is_bad_back_into_the_plan_and_touches_nothing_else(out, capsys):
+    file(out, 3).unlink()
+    file(out, 4).write_bytes(b"short")
+    file(out, 5).write_bytes(b"\xff" + file(out, 5).read_bytes()[1:])
+    (out / "specforge/rows_0-2000/data_99.ckpt").write_bytes(b"")
+    (out / "specforge/rows_0-2000/.data_9.ckpt.tmp-77").write_bytes(b"")
+    (out / "specforge/notes.txt").write_text("a foreign file")
+    with (out / hm.MANIFEST).open("a") as stream:
+        stream.write('{"id":')
+    assert not verify(str(out), None)["ok"]
+    assert main(["verify", "--output-dir", str(out), "--all", "--repair"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert [problem["file"] for problem in result["problems"]] == ["specforge/notes.txt"]
+    assert {problem["id"] for problem in result["repaired"]} == {None, 3, 4, 5}
+    assert len(result["repaired"]) == 6
+    (out / "specforge/notes.txt").unlink()
+    result = verify(str(out), None)
+    assert result["ok"] and result["records"] == RECORDS - 3
+    assert not any(file(out, record).exists() for record in (3, 4, 5, 99))
+    assert set(hm.Manifest(str(out)).entries) == set(range(RECORDS)) - {3, 4, 5}
+    before = (out / hm.MANIFEST).stat().st_ino
+    assert verify(str(out), None, repair=True)["ok"] and (out / hm.MANIFEST).stat().st_ino == before
+
+
+def test_repair_follows_no_link_and_removes_no_directory(out, tmp_path):
+    kept = tmp_path / "kept"
+    (out / "specforge/rows_0-2000").rename(kept)
+    (out / "specforge/rows_0-2000").symlink_to(kept)
+    (kept / "data_3.ckpt").write_bytes(b"short")
+    link = kept / "data_4.ckpt"
+    link.unlink()
+    link.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_bytes(b"")
+    result = verify(str(out), None, repair=True)
+    assert [problem["id"] for problem in result["problems"]] == [3, 4] and result["repaired"] == []
+    assert (kept / "data_3.ckpt").exists() and link.is_symlink() and (tmp_path / "elsewhere").exists()
+    # Their lines are gone all the same: the plan has them again.
+    assert set(hm.Manifest(str(out)).entries) == set(range(RECORDS)) - {3, 4}
+
+
+def test_repair_leaves_a_link_in_the_place_of_a_file(out, tmp_path):
+    """It is nothing that an extractor writes; its record goes back into the plan."""
+    file(out, 4).unlink()
+    file(out, 4).symlink_to(tmp_path / "elsewhere")
+    result = verify(str(out), None, repair=True)
+    assert [problem["id"] for problem in result["problems"]] == [4] and file(out, 4).is_symlink()
+    assert 4 not in hm.Manifest(str(out)).entries
+
+
+def test_repair_waits_for_no_extractor(out, monkeypatch):
+    lock = hm.Lock(str(out))
+    monkeypatch.setattr(hm.Lock.__init__, "__defaults__", (0.1,))
+    with pytest.raises(Refusal, match="is locked by another extractor"):
+        verify(str(out), None, repair=True)
+    lock.close()
+
+
+@pytest.mark.parametrize("killed_at", ["fsync_directory", "unlink"])
+def test_a_repair_that_is_killed_leaves_nothing_that_counts_as_done(out, monkeypatch, killed_at):
+    """Killed after the lines are gone and before the files are, or in the middle of that."""
+    file(out, 5).write_bytes(b"\xff" + file(out, 5).read_bytes()[1:])
+
+    def die(*_arguments, **_named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hm if killed_at == "fsync_directory" else os, killed_at, die)
+    with pytest.raises(KeyboardInterrupt):
+        verify(str(out), None, repair=True)
+    monkeypatch.undo()
+    manifest = hm.Manifest(str(out))
+    assert 5 not in manifest.entries and not manifest.torn and len(manifest.entries) == RECORDS - 1
+    assert verify(str(out), None, repair=True)["ok"] and not file(out, 5).exists()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line of the package: `python -m hidden_state_bridge COMMAND`.
 
-The last line on stdout is one JSON object (but for `extract`, a service whose result is status.json).
+The last line on stdout is one JSON object (but for `extract` and `convert`, services whose result is status.json).
 Exit status: 0 done, 1 refused or something is wrong (stderr says what and the remedy), 2 usage, or a configuration on
 which a service manager must not restart.
 """
@@ -84,15 +84,17 @@ def _config_check(options: argparse.Namespace) -> int:
         check_layers(config.layers, request["num_hidden_layers"])
     except ValueError as error:
         raise ConfigError(f"extraction_layers: {error}") from error
-    _print({"bytes_per_token": config.bytes_per_token})
+    _print({"bytes_per_token": config.bytes_per_token, "output_bytes_per_token": config.output_bytes_per_token})
     return 0
 
 
 def _extract(options: argparse.Namespace) -> int:
-    from .config import read_config
+    from .config import need_packages, read_config
     from .extract import run_service
 
-    return run_service(read_config(_read_json(options.config)))
+    config = read_config(_read_json(options.config))
+    need_packages(config.formats)
+    return run_service(config)
 
 
 def _canary(options: argparse.Namespace) -> int:
@@ -117,7 +119,21 @@ def _canary_compare(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from .verify import verify
 
-    result = verify(options.output_dir, None if options.all else options.sample, options.seed)
+    result = verify(options.output_dir, None if options.all else options.sample, options.seed, options.repair)
+    _print(result)
+    return 0 if result["ok"] else 1
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from .convert import read_convert_config, run_conversion
+
+    return run_conversion(read_convert_config(_read_json(options.config)))
+
+
+def _collect(options: argparse.Namespace) -> int:
+    from .collect import collect, read_request
+
+    result = collect(read_request(_read_json("-")))
     _print(result)
     return 0 if result["ok"] else 1
 
@@ -160,6 +176,10 @@ def _parser() -> argparse.ArgumentParser:
     amount.add_argument("--sample", type=int, default=100, help="files to hash, default 100; names and sizes are all checked")
     amount.add_argument("--all", action="store_true", help="hash every file")
     command.add_argument("--seed", type=int, default=0, help="chooses the sample")
+    command.add_argument("--repair", action="store_true", help="put back into the plan what is not as the manifest says")
+    command = add("convert", _convert, "Make one format from another: a service.")
+    command.add_argument("--config", required=True, help="the conversion's JSON file, - for standard input")
+    add("collect", _collect, "Gather the states of all hosts in one directory; reads JSON.")
     command = add("report", _report, "Write report.json, report.html and summary.txt from the hosts' results on stdin.")
     command.add_argument("--out-dir", required=True, help="directory of the report")
     return parser

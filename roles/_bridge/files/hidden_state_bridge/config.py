@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.util
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import hs_manifest
 
 from .errors import ConfigError
-from .formats import FORMATS
+from .formats import FORMATS, unfit
 
 SCHEMA = 1
 STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,6 +32,7 @@ class ExtractConfig:
     workers: threads that convert and write, 0 for one chosen from the CPUs. group: who else may read the output.
     until: a time after which nothing is begun, as ISO 8601 with its zone. metrics_dir: where a Prometheus text file goes.
     notify_url_file: a file with a URL that is told how the extraction ended.
+    format: one output format, or a list of them; each record then has a file in each.
     """
 
     schema: int
@@ -40,7 +43,7 @@ class ExtractConfig:
     url: str
     dump_dir: str
     output_dir: str
-    format: str
+    format: str | list[str]
     layers: list[int]
     final: str
     hidden_size: int
@@ -76,6 +79,18 @@ class ExtractConfig:
         return moment.timestamp()
 
     @property
+    def formats(self) -> tuple[str, ...]:
+        """The output formats, by name."""
+        return (self.format,) if isinstance(self.format, str) else tuple(self.format)
+
+    @property
+    def output_bytes_per_token(self) -> int:
+        """Bytes of states that the output holds for each token, all formats together and none of them compressed."""
+        state = self.hidden_size * STATE_BYTES[self.dtype]
+        finals = [1 if FORMATS[name].KEEPS else FINAL_STATES[self.final] for name in self.formats]
+        return sum((len(self.layers) + final) * state + 16 for final in finals)
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of states and ids that a dump holds for each token."""
         states = len(self.layers) + FINAL_STATES[self.final]
@@ -87,7 +102,7 @@ class ExtractConfig:
         return f"{self.rid_prefix}{self.run}-"
 
 
-_TEXT = ("run", "dataset", "share", "url", "dump_dir", "output_dir", "format", "final", "dtype", "rid_prefix")
+_TEXT = ("run", "dataset", "share", "url", "dump_dir", "output_dir", "final", "dtype", "rid_prefix")
 _OPTIONAL_TEXT = ("api_key_file", "state_dir", "group", "until", "metrics_dir", "notify_url_file")
 _LEAST = {"hidden_size": 1, "concurrency": 1, "retries": 0, "min_free_bytes": 0, "workers": 0}
 _SECONDS = ("request_timeout", "server_wait", "dump_timeout")
@@ -126,7 +141,8 @@ def read_config(values: dict[str, Any]) -> ExtractConfig:
 
 
 def _check_choices(config: ExtractConfig) -> None:
-    for name, choices in (("format", FORMATS), ("final", FINAL_STATES), ("dtype", STATE_BYTES)):
+    check_formats(config.format)
+    for name, choices in (("final", FINAL_STATES), ("dtype", STATE_BYTES)):
         if getattr(config, name) not in choices:
             raise ConfigError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(choices)}")
     layers = config.layers
@@ -137,9 +153,8 @@ def _check_choices(config: ExtractConfig) -> None:
         or sorted(set(layers)) != layers
     ):
         raise ConfigError(f"layers is {layers!r}; it must be a list of ascending layer numbers")
-    accepted = FORMATS[config.format].FINAL
-    if config.final not in accepted:
-        raise ConfigError(f"format {config.format} needs final {' or '.join(accepted)}, not {config.final}")
+    if unfit(config.formats, config.final):
+        raise ConfigError(unfit(config.formats, config.final))
     config.until_time  # noqa: B018  it refuses what is no time
     if not config.url.startswith(("http://", "https://")):
         raise ConfigError(f"url is {config.url!r}; it must begin with http:// or https://")
@@ -148,6 +163,23 @@ def _check_choices(config: ExtractConfig) -> None:
             raise ConfigError(f"identity.{name} is {config.identity.get(name)!r} and {name} {getattr(config, name)!r}")
     if config.run != hs_manifest.run_of(config.identity):
         raise ConfigError(f"run is {config.run!r}; by its identity it is {hs_manifest.run_of(config.identity)!r}")
+
+
+def check_formats(value: object) -> None:
+    """Raise ConfigError unless the value is the name of an output format, or a list of some of them."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or any(name.__class__ is not str or name not in FORMATS for name in names):
+        raise ConfigError(f"format is {value!r}; it must be one of {', '.join(FORMATS)}, or a list of some of them")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"format is {value!r}; name each format once")
+
+
+def need_packages(formats: tuple[str, ...]) -> None:
+    """Raise ConfigError where this interpreter cannot write one of the formats."""
+    if "safetensors_zstd" in formats and not importlib.util.find_spec("zstandard"):
+        raise ConfigError(
+            f"format safetensors_zstd needs the Python package zstandard in {sys.executable}; install it there, or take safetensors"
+        )
 
 
 def read_secret(name: str, path: str | None) -> str | None:

@@ -48,7 +48,7 @@ class Extraction:
         self.config = config
         self.access = store.access_of(config.group)
         self.layout = dumps.Layout(tuple(config.layers), config.final, config.hidden_size, config.dtype)
-        self.target = store.Target(config.output_dir, config.format, self.layout, self.access)
+        self.target = store.Target(config.output_dir, config.formats, self.layout, self.access)
         self.progress: Progress | None = None
         self.order: deque[int] = deque()
         self.stopping = False
@@ -81,8 +81,8 @@ class Extraction:
         if removed:
             say(f"removed {removed} dumps of an earlier start from {config.dump_dir}")
         manifest = hs_manifest.Manifest(config.output_dir)
-        if manifest.other_format(config.format):
-            raise ConfigError(manifest.other_format(config.format))
+        if manifest.other_format(config.formats):
+            raise ConfigError(manifest.other_format(config.formats))
         if manifest.repair(access.file_mode, access.gid):
             say(
                 f"mended the manifest: {len(manifest.broken) + bool(manifest.torn)} bad lines,"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from hs_capture import dumpfile
 from . import dumps
 from .errors import ConfigError
 from .formats import FORMATS, file_name
+from .formats.files import Stored
 from .packed import Record
 
 
@@ -39,10 +41,10 @@ def access_of(group: str | None) -> Access:
 
 @dataclass(frozen=True)
 class Target:
-    """Where and how records are written."""
+    """Where and how records are written: a file of each format below output_dir."""
 
     output_dir: str
-    format: str
+    formats: tuple[str, ...]
     layout: dumps.Layout
     access: Access
 
@@ -60,58 +62,90 @@ def make_directory(path: str, access: Access) -> None:
 
 
 def store(target: Target, record: Record, rid: str, pieces: list[str]) -> dict[str, Any]:
-    """Check the dump, write the record's file and make it durable; returns its manifest entry.
+    """Check the dump, write the record's files and make them durable; returns its manifest entry.
 
-    The file appears under its name only when it is whole and on disk. Raises dumps.DumpRejected or OSError.
+    Raises dumps.DumpRejected or OSError.
     """
     states = dumps.load(pieces, rid, record.input_ids, target.layout)
-    name = file_name(target.format, record.index)
-    path = os.path.join(target.output_dir, name)
+    files = save(target.output_dir, target.formats, target.access, record, states)
+    return entry_of(record, files, states.metadata.get("sglang_version", ""))
+
+
+def save(output_dir: str, formats: tuple[str, ...], access: Access, record: Record, states: dumps.States | Stored) -> list[dict[str, Any]]:
+    """Write a record's file in each format; returns their `file`, `bytes` and `sha256`. Raises OSError.
+
+    A file appears under its name only when it is whole and on disk.
+    """
+    return [_save_one(output_dir, name, access, record, states) for name in formats]
+
+
+def _save_one(output_dir: str, format_name: str, access: Access, record: Record, states: dumps.States | Stored) -> dict[str, Any]:
+    name = file_name(format_name, record.index)
+    path = os.path.join(output_dir, name)
+    make_directories(output_dir, os.path.dirname(name), access)
+    with replacing(path, access) as temporary:
+        digest = FORMATS[format_name].save(temporary, record, states)
+        size = os.path.getsize(temporary)
+    return {"file": name, "bytes": size, "sha256": digest}
+
+
+def make_directories(output_dir: str, below: str, access: Access) -> None:
+    """Make the directories of a path below the output directory. Raises OSError."""
+    path = output_dir
+    for part in below.split("/"):
+        path = os.path.join(path, part)
+        make_directory(path, access)
+
+
+@contextlib.contextmanager
+def replacing(path: str, access: Access) -> Iterator[str]:
+    """Gives the name of an empty temporary file beside `path`, and puts it there, durable, once the block has filled it.
+
+    Where the block raises, the temporary file is removed. Raises OSError.
+    """
     directory = os.path.dirname(path)
-    make_directory(os.path.dirname(directory), target.access)
-    make_directory(directory, target.access)
     temporary = os.path.join(directory, dumpfile.temporary_name(os.path.basename(path)))
     try:
         # Made first, so that states are never readable by others.
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        digest = FORMATS[target.format].save(temporary, record, states)
-        os.chmod(temporary, target.access.file_mode)
-        if target.access.gid >= 0:
-            os.chown(temporary, -1, target.access.gid)
-        size = _fsync(temporary)
+        yield temporary
+        os.chmod(temporary, access.file_mode)
+        if access.gid >= 0:
+            os.chown(temporary, -1, access.gid)
+        _fsync(temporary)
         os.rename(temporary, path)
     except BaseException:
         if os.path.lexists(temporary):
             os.unlink(temporary)
         raise
     hs_manifest.fsync_directory(directory)
-    return {
-        "id": record.index,
-        "source": record.source,
-        "source_file": record.file,
-        "line": record.line,
-        "file": name,
-        "bytes": size,
-        "tokens": len(record.input_ids),
-        "sha256": digest,
-        "sglang_version": states.metadata.get("sglang_version", ""),
-    }
 
 
-def _fsync(path: str) -> int:
-    """Make a file's content durable; returns its size in bytes."""
+def entry_of(record: Record, files: list[dict[str, Any]], sglang_version: str) -> dict[str, Any]:
+    """The manifest entry of a record whose files are durable."""
+    about = {"id": record.index, "source": record.source, "source_file": record.file, "line": record.line}
+    about.update(hs_manifest.named(files), tokens=len(record.input_ids), sglang_version=sglang_version)
+    return about
+
+
+def _fsync(path: str) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
-        return os.fstat(handle).st_size
     finally:
         os.close(handle)
 
 
-def leftovers(output_dir: str) -> Iterator[str]:
-    """Temporary files below the format directories, as a killed extractor leaves them."""
+def files_below(output_dir: str) -> Iterator[str]:
+    """Files below the format directories, relative to the output directory."""
     for name in FORMATS:
         for directory, _directories, files in os.walk(os.path.join(output_dir, name)):
             for file in files:
-                if dumpfile.temporary_pid(file) is not None:
-                    yield os.path.join(directory, file)
+                yield os.path.relpath(os.path.join(directory, file), output_dir)
+
+
+def leftovers(output_dir: str) -> Iterator[str]:
+    """Paths of temporary files below the format directories, as a killed extractor leaves them."""
+    for file in files_below(output_dir):
+        if dumpfile.temporary_pid(os.path.basename(file)) is not None:
+            yield os.path.join(output_dir, file)

@@ -1,97 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read output files back against the manifest."""
+"""Read output files back against the manifest, and put back into the plan what is not as it says."""
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import os
 import random
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hs_manifest
 from hs_capture import dumpfile
 
+from . import arrow
 from .errors import Refusal
-from .formats import FORMATS
+from .formats import number_of
+from .formats.files import file_hash
+from .store import files_below
 
-BLOCK_BYTES = 1 << 22
-
-
-def file_hash(path: str) -> str:
-    """SHA-256 of a file, in hex."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        for block in iter(lambda: stream.read(BLOCK_BYTES), b""):
-            digest.update(block)
-    return digest.hexdigest()
+THREADS = 8
+AGAIN = {
+    hs_manifest.EXTRACTION: "the next extraction writes it again",
+    hs_manifest.COLLECTION: "the next collection brings it again",
+}
 
 
-def _hash_problem(output_dir: str, entry: dict[str, Any]) -> dict[str, Any] | None:
-    try:
-        same = file_hash(os.path.join(output_dir, entry["file"])) == entry["sha256"]
-        reason = None
-        if not same:
-            reason = "its content has another SHA-256 than the manifest says; remove it, and the next extraction writes it again"
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror}"
-    return {"id": entry["id"], "file": entry["file"], "reason": reason} if reason else None
+def verify(output_dir: str, sample: int | None, seed: int = 0, repair: bool = False) -> dict[str, Any]:
+    """Check one host's output directory, or a collection.
 
-
-def verify(output_dir: str, sample: int | None, seed: int = 0) -> dict[str, Any]:
-    """Check one host's output directory; nothing is changed.
-
-    Every name and size is checked, and the content of `sample` files (chosen by seed; None for all) is hashed.
-    Returns `{ok, checked, records, tokens, bytes, running, problems: [{id, file, reason}]}`: checked is the number of
+    Every name and size is checked, and the files of `sample` records (chosen by seed; None for all) are hashed.
+    Returns `{ok, checked, records, tokens, bytes, running, problems: [{id, file, reason}], repaired}`: checked is the number of
     files hashed. While an extractor is at work (`running`), files that are not in the manifest yet are no problem.
-    Raises Refusal where there is no manifest of ours.
+
+    With `repair`, records with a missing, truncated or changed file lose their line and their files, and what is not in the
+    manifest and named like a file of ours is removed: `repaired` lists them, `problems` what is left. Else nothing is changed.
+    Raises Refusal where there is no manifest of ours, and with `repair` while an extractor is at work.
     """
-    if not os.path.exists(os.path.join(output_dir, hs_manifest.MARKER)):
+    marker = hs_manifest.read_json(os.path.join(output_dir, hs_manifest.MARKER))
+    if marker is None:
         raise Refusal(f"{output_dir} has no {hs_manifest.MARKER}; give one host's output directory of an extraction")
     if sample is not None and sample < 0:
         raise Refusal(f"a sample of {sample} files makes no sense; give 0 or more")
-    running = hs_manifest.is_locked(output_dir)
-    manifest = hs_manifest.Manifest(output_dir)
-    problems: list[dict[str, Any]] = []
-
-    def add(record: int | None, file: str, reason: str) -> None:
-        problems.append({"id": record, "file": file, "reason": reason})
-
-    for number in manifest.broken:
-        add(None, hs_manifest.MANIFEST, f"line {number} is not valid")
-    if manifest.torn and not running:
-        add(None, hs_manifest.MANIFEST, f"its last line is torn ({manifest.torn} bytes); the next extraction mends it")
-    for record in manifest.repeated:
-        add(record, hs_manifest.MANIFEST, "the record has more than one line")
-    for record, file in manifest.stale.items():
-        found = os.path.join(output_dir, file)
-        there = f"has {os.lstat(found).st_size} bytes, the manifest says otherwise" if os.path.lexists(found) else "is missing"
-        add(record, file, f"{there}; the next extraction writes it again")
-    if not running:
-        known = {entry["file"] for entry in manifest.entries.values()} | set(manifest.stale.values())
-        for file in _files(output_dir):
-            if file not in known:
-                left = dumpfile.temporary_pid(os.path.basename(file)) is not None
-                add(None, file, "left by an extractor that was killed" if left else "is not in the manifest")
-    entries = list(manifest.entries.values())
-    chosen = entries if sample is None or sample >= len(entries) else random.Random(seed).sample(entries, sample)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        problems += filter(None, pool.map(lambda entry: _hash_problem(output_dir, entry), chosen))
+    collection = marker.get("kind") == hs_manifest.COLLECTION
+    again = AGAIN.get(marker.get("kind"), AGAIN[hs_manifest.EXTRACTION])
+    lock = None
+    try:
+        lock = hs_manifest.Lock(output_dir) if repair else None
+        running = lock is None and hs_manifest.is_locked(output_dir)
+        manifest = hs_manifest.Manifest(output_dir)
+        problems = _of_the_manifest(manifest, running, again, collection)
+        if not running:
+            problems += _extra(manifest)
+        entries = list(manifest.entries.values())
+        chosen = entries if sample is None or sample >= len(entries) else random.Random(seed).sample(entries, sample)
+        files = [(entry["id"], file) for entry in chosen for file in hs_manifest.files_of(entry)]
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+            problems += filter(None, pool.map(lambda item: _hash_problem(output_dir, *item, again), files))
+        repaired = _repair(manifest, problems, collection) if repair else []
+    except hs_manifest.ManifestError as error:
+        raise Refusal(str(error)) from error
+    finally:
+        if lock is not None:
+            lock.close()
+    entries = manifest.entries.values()
     return {
         "ok": not problems,
-        "checked": len(chosen),
+        "checked": len(files),
         "records": len(entries),
         "tokens": sum(entry["tokens"] for entry in entries),
         "bytes": sum(entry["bytes"] for entry in entries),
         "running": running,
         "problems": problems,
+        "repaired": repaired,
     }
 
 
-def _files(output_dir: str) -> list[str]:
-    """Files below the format directories, relative to the output directory."""
-    found = []
-    for name in FORMATS:
-        for directory, _directories, files in os.walk(os.path.join(output_dir, name)):
-            found += [os.path.relpath(os.path.join(directory, file), output_dir) for file in files]
-    return sorted(found)
+def _problem(record: int | None, file: str, reason: str) -> dict[str, Any]:
+    return {"id": record, "file": file, "reason": reason}
+
+
+def _hash_problem(output_dir: str, record: int, file: dict[str, Any], again: str) -> dict[str, Any] | None:
+    try:
+        if file_hash(os.path.join(output_dir, file["file"])) == file["sha256"]:
+            return None
+        reason = (
+            "its content has another SHA-256 than the manifest says;"
+            f" verify.yml -e verify_repair=true puts it back into the plan, and {again}"
+        )
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}; verify.yml -e verify_repair=true puts it back into the plan"
+    return _problem(record, file["file"], reason)
+
+
+def _of_the_manifest(manifest: hs_manifest.Manifest, running: bool, again: str, follow: bool) -> list[dict[str, Any]]:
+    """Lines that are not valid, and files that are missing or have another size."""
+    problems = [_problem(None, hs_manifest.MANIFEST, f"line {number} is not valid") for number in manifest.broken]
+    if manifest.torn and not running:
+        text = f"its last line is torn ({manifest.torn} bytes); the next extraction mends it"
+        problems.append(_problem(None, hs_manifest.MANIFEST, text))
+    problems += [_problem(record, hs_manifest.MANIFEST, "the record has more than one line") for record in manifest.repeated]
+    for record, entry in manifest.stale.items():
+        for file in hs_manifest.files_of(entry):
+            if hs_manifest.agrees(manifest.path, file, follow):
+                continue
+            found = os.path.join(manifest.path, file["file"])
+            there = f"has {os.lstat(found).st_size} bytes, the manifest says otherwise" if os.path.lexists(found) else "is missing"
+            problems.append(_problem(record, file["file"], f"{there}; {again}"))
+    return problems
+
+
+def _extra(manifest: hs_manifest.Manifest) -> list[dict[str, Any]]:
+    """Files below the format directories that no line names."""
+    lines = [*manifest.entries.values(), *manifest.stale.values()]
+    known = {file["file"] for entry in lines for file in hs_manifest.files_of(entry)}
+    problems = []
+    for file in sorted(files_below(manifest.path)):
+        if file not in known and not arrow.is_ours(file):
+            left = dumpfile.temporary_pid(os.path.basename(file)) is not None
+            problems.append(_problem(None, file, "left by an extractor that was killed" if left else "is not in the manifest"))
+    return problems
+
+
+def _repair(manifest: hs_manifest.Manifest, problems: list[dict[str, Any]], links: bool) -> list[dict[str, Any]]:
+    """Mend what can be mended, and take it out of `problems`; returns it. Lines go first: a line never names what is known to be bad."""
+    records = {problem["id"] for problem in problems if problem["file"] != hs_manifest.MANIFEST} - {None}
+    bad = [manifest.entries.get(record) or manifest.stale[record] for record in sorted(records)]
+    path = os.path.join(manifest.path, hs_manifest.MANIFEST)
+    if os.path.exists(path):
+        found = os.stat(path)
+        manifest.repair(stat.S_IMODE(found.st_mode), found.st_gid, without=records)
+    removable = {file["file"] for entry in bad for file in hs_manifest.files_of(entry)}
+    removable |= {problem["file"] for problem in problems if problem["id"] is None and _is_ours(problem["file"])}
+    kept = {file for file in sorted(removable) if not remove(manifest.path, file, links)}
+    repaired = [p for p in problems if p["file"] not in kept and (p["file"] in removable or p["file"] == hs_manifest.MANIFEST)]
+    problems[:] = [problem for problem in problems if problem not in repaired]
+    return repaired
+
+
+def _is_ours(file: str) -> bool:
+    return number_of(file) is not None or dumpfile.temporary_pid(os.path.basename(file)) is not None
+
+
+def remove(output_dir: str, file: str, links: bool = False) -> bool:
+    """Remove a regular file (with `links`, also a link) below the output directory, never through a link to a directory.
+
+    Returns whether it is gone, durably. Raises OSError.
+    """
+    *directories, name = file.split("/")
+    handle = os.open(output_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        for directory in directories:
+            below = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+            os.close(handle)
+            handle = below
+        mode = os.lstat(name, dir_fd=handle).st_mode
+        if not (stat.S_ISREG(mode) or (links and stat.S_ISLNK(mode))):
+            return False
+        os.unlink(name, dir_fd=handle)
+        os.fsync(handle)
+    except FileNotFoundError:
+        return True
+    except NotADirectoryError:
+        return False
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
+    finally:
+        os.close(handle)
+    return True

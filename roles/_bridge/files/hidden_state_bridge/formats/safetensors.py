@@ -7,23 +7,25 @@ metadata (strings): format, id, source, line, layers, final, sglang_version, pat
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
+from .files import Stored, file_hash
+
 if TYPE_CHECKING:
+    import torch
+
     from ..dumps import States
     from ..packed import Record
 
-SUFFIX = ".safetensors"
+PLACE = "rows_{first}-{last}/data_{number}.safetensors"
 FINAL = ("post_norm", "pre_norm", "both", "none")
+KEEPS = None
 FORMAT = "hidden_state_bridge.record/1"
-BLOCK_BYTES = 1 << 22
 
 
-def save(path: str, record: Record, states: States) -> str:
-    """Write one record; returns the file's SHA-256."""
+def content_of(record: Record, states: States | Stored) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a record's file."""
     import torch
-    from safetensors.torch import save_file
 
     tensors = {
         "input_ids": torch.tensor(record.input_ids, dtype=torch.int64),
@@ -35,9 +37,29 @@ def save(path: str, record: Record, states: States) -> str:
     described = ("layers", "final", "sglang_version", "patch_version", "family")
     metadata = {key: states.metadata.get(key, "") for key in described}
     metadata.update(format=FORMAT, id=str(record.index), source=record.source, line=str(record.line))
+    return tensors, metadata
+
+
+def stored(layer_names: list[str], content: dict[str, torch.Tensor], metadata: dict[str, str]) -> Stored:
+    """A file's content from its tensors."""
+    tensors = {name: tensor for name, tensor in content.items() if name not in ("input_ids", "loss_mask")}
+    return Stored(content["input_ids"], content["loss_mask"], layer_names, tensors, metadata)
+
+
+def save(path: str, record: Record, states: States | Stored) -> str:
+    """Write one record; returns the file's SHA-256."""
+    from safetensors.torch import save_file
+
+    tensors, metadata = content_of(record, states)
     save_file(tensors, path, metadata=metadata)
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        for block in iter(lambda: stream.read(BLOCK_BYTES), b""):
-            digest.update(block)
-    return digest.hexdigest()
+    return file_hash(path)
+
+
+def load(path: str, layer_names: list[str]) -> Stored:
+    """A file's content."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as opened:
+        names = opened.keys()
+        content = {name: opened.get_tensor(name) for name in names}
+        return stored(layer_names, content, opened.metadata() or {})

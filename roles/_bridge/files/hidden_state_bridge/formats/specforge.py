@@ -7,56 +7,44 @@ hidden_state [1, L, H], the state after the final norm; states in the model's dt
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
+
+from hs_capture import dumpfile
+
+from .files import Stored, save_pickled, side_by_side, split_layers
 
 if TYPE_CHECKING:
     from ..dumps import States
     from ..packed import Record
 
-SUFFIX = ".ckpt"
+PLACE = "rows_{first}-{last}/data_{number}.ckpt"
 FINAL = ("post_norm", "both")
+KEEPS = "post_norm"
 
 
-class _HashedFile:
-    """What torch.save needs of a file (it only appends), hashing as it goes."""
-
-    def __init__(self, path: str) -> None:
-        self._stream = open(path, "wb")
-        self._digest = hashlib.sha256()
-
-    def write(self, data: memoryview) -> int:
-        self._digest.update(data)
-        return self._stream.write(data)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def close(self) -> str:
-        self._stream.close()
-        return self._digest.hexdigest()
-
-
-def save(path: str, record: Record, states: States) -> str:
+def save(path: str, record: Record, states: States | Stored) -> str:
     """Write one record; returns the file's SHA-256."""
     import torch
 
-    layers = states.layer_names
     tokens, hidden = len(record.input_ids), states.hidden_size
-    aux = torch.empty((1, tokens, len(layers) * hidden), dtype=states.torch_dtype)
-    for position, name in enumerate(layers):
-        states.copy_into(name, aux[0, :, position * hidden : (position + 1) * hidden])
+    aux = torch.empty((1, tokens, len(states.layer_names) * hidden), dtype=states.torch_dtype)
+    side_by_side(states, aux[0])
     final = torch.empty((1, tokens, hidden), dtype=states.torch_dtype)
-    states.copy_into("final_post_norm", final[0])
+    states.copy_into(dumpfile.POST_NORM, final[0])
     content = {
         "input_ids": torch.tensor(record.input_ids, dtype=torch.int64),
         "loss_mask": torch.tensor(record.loss_mask, dtype=torch.int64),
         "aux_hidden_state": aux,
         "hidden_state": final,
     }
-    stream = _HashedFile(path)
-    try:
-        torch.save(content, stream)
-    finally:
-        digest = stream.close()
-    return digest
+    return save_pickled(path, content)
+
+
+def load(path: str, layer_names: list[str]) -> Stored:
+    """A file's content."""
+    import torch
+
+    content = torch.load(path, mmap=True, weights_only=True)
+    tensors = split_layers(layer_names, content["aux_hidden_state"][0])
+    tensors[dumpfile.POST_NORM] = content["hidden_state"][0]
+    return Stored(content["input_ids"], content["loss_mask"], layer_names, tensors)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Arrow data set that speculators reads beside its files: Hugging Face `datasets` on disk, written without that package.
+
+One row a file, in the order of the files' numbers: input_ids int64 [L], loss_mask int64 [L], seq_len int64. state.json is
+written last and names the Arrow file, so that a reader sees the old set or the other one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+import hs_manifest
+
+from .errors import Refusal
+from .packed import PackedDataset
+from .store import Access, replacing
+
+STATE = "state.json"
+INFO = "dataset_info.json"
+# Tokens of one record batch: some MiB in memory.
+BATCH_TOKENS = 1 << 18
+_OURS = re.compile(r"speculators/(data-[0-9a-f]{16}\.arrow|state\.json|dataset_info\.json|token_freq\.pt)\Z")
+
+
+def is_ours(file: str) -> bool:
+    """Whether that path below an output directory is one of the data set's files."""
+    return bool(_OURS.match(file))
+
+
+def write_arrow(directory: str, dataset: PackedDataset, records: np.ndarray, access: Access) -> bool:
+    """Make `directory` hold the set whose row i is record `records[i]`; returns whether that changed anything.
+
+    records: int64 [rows]. Raises OSError, and Refusal where pyarrow is missing.
+    """
+    fingerprint = hashlib.sha256(dataset.meta["sha256"].encode() + records.astype("<i8").tobytes()).hexdigest()[:16]
+    name = f"data-{fingerprint}.arrow"
+    state = {
+        "_data_files": [{"filename": name}],
+        "_fingerprint": fingerprint,
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": "torch",
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    wanted = {INFO: {"builder_name": "hidden_state_bridge", "dataset_name": dataset.meta["sha256"][:16]}, STATE: state}
+    paths = {file: os.path.join(directory, file) for file in (name, *wanted)}
+    if all(os.path.exists(path) for path in paths.values()) and hs_manifest.read_json(paths[STATE]) == state:
+        return False
+    with replacing(paths[name], access) as temporary:
+        _write_stream(temporary, dataset, records)
+    for file, content in wanted.items():
+        hs_manifest.write_json(paths[file], content, access.file_mode, access.gid)
+    for other in os.listdir(directory):
+        if other.endswith(".arrow") and other != name and is_ours(f"speculators/{other}"):
+            os.unlink(os.path.join(directory, other))
+    return True
+
+
+def _write_stream(path: str, dataset: PackedDataset, records: np.ndarray) -> None:
+    try:
+        import pyarrow
+    except ImportError:
+        raise Refusal(
+            "the data set of the format speculators needs the Python package pyarrow where it is written;"
+            " name an interpreter that has it (extraction_collect_python)"
+        ) from None
+    tokens = pyarrow.list_(pyarrow.int64())
+    schema = pyarrow.schema([("input_ids", tokens), ("loss_mask", tokens), ("seq_len", pyarrow.int64())])
+    with pyarrow.OSFile(path, "wb") as stream, pyarrow.ipc.new_stream(stream, schema) as writer:
+        for some in _batches(dataset.lengths, records):
+            rows = [dataset.record(record) for record in some.tolist()]
+            lengths = dataset.lengths[some]
+            offsets = pyarrow.array(np.concatenate(([0], np.cumsum(lengths))), pyarrow.int32())
+            columns: list[Any] = [
+                pyarrow.ListArray.from_arrays(offsets, pyarrow.array(np.concatenate(parts).astype(np.int64)))
+                for parts in ([row.input_ids for row in rows], [row.loss_mask for row in rows])
+            ]
+            writer.write_batch(pyarrow.record_batch([*columns, pyarrow.array(lengths)], schema=schema))
+
+
+def _batches(lengths: np.ndarray, records: Iterable[int]) -> Iterator[np.ndarray]:
+    """Runs of records of about BATCH_TOKENS tokens."""
+    records = np.asarray(records, dtype=np.int64)
+    ends = np.cumsum(lengths[records])
+    first = 0
+    while first < len(records):
+        before = ends[first - 1] if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + BATCH_TOKENS, side="right")))
+        yield records[first:last]
+        first = last

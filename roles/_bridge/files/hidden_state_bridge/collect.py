@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather the states of all hosts in one directory that a trainer loads, or in an index of where they are.
+
+The directory has a marker, a lock, run.json and a manifest like a host's own, and `verify` reads it the same way. What is placed
+is durable before its line is; the same command goes on after anything.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import hs_manifest
+from hs_capture import dumpfile
+
+from . import arrow, vocab
+from .errors import Refusal
+from .formats import file_name, number_of
+from .formats.files import file_hash
+from .merge import Merged, Source, identity_of, merge
+from .packed import PackedDataset
+from .store import Access, access_of, files_below, make_directories, replacing
+from .verify import remove
+
+MODES = ("link", "symlink", "copy", "move", "list", "ask")
+INDEX = "index.jsonl"
+# What is on its way from the hosts, and the lines that each is asked for.
+INCOMING = ".incoming"
+WANTED = "wanted.jsonl"
+BATCH = 256
+LISTED_PROBLEMS = 1000
+COPY_BYTES = 1 << 22
+REMEDY = "run verify.yml -e verify_repair=true and extract.yml, then collect again"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to gather, and how.
+
+    mode: link (hard links), symlink (relative), copy, move (from sources that are there for that alone), list (index.jsonl and
+    nothing else), or ask (what a move would need: the lines in .incoming/HOST/wanted.jsonl). dataset_dir: where packed data
+    sets lie. formats: empty for all there are. partial: also with records missing.
+    """
+
+    dest: str
+    mode: str
+    sources: list[Source]
+    dataset_dir: str | None = None
+    formats: tuple[str, ...] = ()
+    draft_vocab_size: int = 0
+    partial: bool = False
+    group: str | None = None
+    workers: int = 0
+
+
+def read_request(values: dict[str, Any]) -> Request:
+    """Check a request. Raises Refusal naming the key."""
+    try:
+        request = Request(
+            **{**values, "sources": [Source(**item) for item in values["sources"]], "formats": tuple(values.get("formats", ()))}
+        )
+    except (KeyError, TypeError) as error:
+        raise Refusal(f"a collection needs dest, mode and sources with host, manifest, run and place: {error}") from error
+    if request.mode not in MODES:
+        raise Refusal(f"mode is {request.mode!r}; it must be one of {', '.join(MODES)}")
+    if not os.path.isabs(request.dest):
+        raise Refusal(f"dest is {request.dest!r}; give an absolute path")
+    return request
+
+
+def collect(request: Request) -> dict[str, Any]:
+    """Gather the states.
+
+    Returns `{ok, changed, run, records, expected, tokens, bytes, superseded, hosts, wanted, problems}`: hosts counts the
+    records used of each, wanted (mode ask) those that it has to give, problems are `{host, id, file, reason}`.
+    Raises Refusal where nothing can be gathered, OSError where the destination cannot be written.
+    """
+    identity = identity_of(request.sources)
+    run = hs_manifest.run_of(identity)
+    access = access_of(request.group)
+    try:
+        hs_manifest.claim_directory(request.dest, run, access.directory_mode, access.gid, hs_manifest.COLLECTION)
+        lock = hs_manifest.Lock(request.dest)
+        try:
+            provenance = {"collected_from": {source.host: source.place for source in request.sources}, "mode": request.mode}
+            if request.mode != "ask":
+                hs_manifest.claim_run(request.dest, identity, provenance, access.file_mode, access.gid)
+            with tempfile.TemporaryFile(dir=request.dest) as spool:
+                return _Collection(request, access, identity).gather(spool)
+        finally:
+            lock.close()
+    except hs_manifest.ManifestError as error:
+        raise Refusal(str(error)) from error
+
+
+class _Differs(Exception):
+    pass
+
+
+class _Collection:
+    def __init__(self, request: Request, access: Access, identity: dict[str, Any]) -> None:
+        self.request, self.access = request, access
+        self.run = hs_manifest.run_of(identity)
+        self.dataset = self._open_dataset(identity)
+        self.manifest = hs_manifest.Manifest(request.dest)
+        self.roots = {source.host: source.root for source in request.sources}
+        self.problems: list[dict[str, Any]] = []
+        self.changed = False
+
+    def _open_dataset(self, identity: dict[str, Any]) -> PackedDataset | None:
+        if not self.request.dataset_dir:
+            return None
+        path = os.path.join(self.request.dataset_dir, identity["dataset"][:16])
+        if not os.path.isdir(path):
+            return None
+        dataset = PackedDataset(path)
+        if dataset.meta["sha256"] != identity["dataset"]:
+            raise Refusal(f"data set {path} has hash {dataset.meta['sha256']}, the states are of {identity['dataset']}; stage it again")
+        return dataset
+
+    def gather(self, spool: Any) -> dict[str, Any]:
+        request = self.request
+        merged = merge(request.sources, self.manifest.entries, set(request.formats), None if request.mode == "ask" else spool)
+        formats = {file["file"].partition("/")[0] for entry in merged.used.values() for file in hs_manifest.files_of(entry)}
+        self._refuse(merged, formats)
+        wanted: dict[str, int] = {}
+        if request.mode == "list":
+            self._write_index(merged)
+        else:
+            self._name(merged, formats)
+            left = [entry for _record, entry in sorted(merged.used.items()) if not self._is_there(entry)]
+            if request.mode == "ask":
+                wanted = self._ask(left)
+            else:
+                self._place(left)
+                self._finish(merged, formats)
+        entries = merged.used.values()
+        return {
+            "ok": not self.problems,
+            "changed": self.changed,
+            "run": self.run,
+            "records": len(entries),
+            "expected": len(self.dataset) if self.dataset else None,
+            "tokens": sum(entry["tokens"] for entry in entries),
+            "bytes": sum(entry["bytes"] for entry in entries),
+            "superseded": merged.superseded,
+            "hosts": merged.hosts,
+            "wanted": wanted,
+            "problems": self.problems[:LISTED_PROBLEMS],
+        }
+
+    def _refuse(self, merged: Merged, formats: set[str]) -> None:
+        """Raise Refusal for what cannot become a whole collection, before anything is placed."""
+        request = self.request
+        if not merged.used:
+            raise Refusal("no host has a record that is done; run extract.yml first")
+        needs = [name for name in ("speculators",) if name in formats and request.mode != "list"]
+        needs += ["extraction_draft_vocab_size"] if request.draft_vocab_size and request.mode != "list" else []
+        if needs and self.dataset is None:
+            raise Refusal(
+                f"{' and '.join(needs)} needs the packed data set, and it is not below {request.dataset_dir}; run stage.yml, or name the"
+                " directory that holds it (extraction_collect_dataset_dir)"
+            )
+        if request.draft_vocab_size and not formats & {"specforge", "speculators"}:
+            raise Refusal(
+                "extraction_draft_vocab_size is for the formats specforge and speculators, and there is none of them; leave it at 0"
+            )
+        if self.dataset is not None and not request.partial and len(merged.used) < len(self.dataset):
+            raise Refusal(
+                f"{len(self.dataset) - len(merged.used):,} of {len(self.dataset):,} records are done on no host; run extract.yml to"
+                " its end, or collect what there is with extraction_collect_partial: true"
+            )
+
+    def _name(self, merged: Merged, formats: set[str]) -> None:
+        """Give speculators' files the numbers of their rows: 0 to n-1 without a hole, each where it was if it can be."""
+        if "speculators" not in formats:
+            return
+        rows: dict[int, int] = {}
+        for record, entry in self.manifest.entries.items():
+            if record in merged.used:
+                row = next(
+                    (number_of(file["file"]) for file in hs_manifest.files_of(entry) if file["file"].startswith("speculators/")), None
+                )
+                if row is not None and row < len(merged.used):
+                    rows[record] = row
+        free = iter(sorted(set(range(len(merged.used))) - set(rows.values())))
+        for record in sorted(merged.used):
+            if record not in rows:
+                rows[record] = next(free)
+        for record, entry in merged.used.items():
+            files = [dict(file) for file in hs_manifest.files_of(entry)]
+            for file in files:
+                if file["file"].startswith("speculators/"):
+                    file["from"], file["file"] = file.get("from", file["file"]), file_name("speculators", rows[record])
+            if "files" in entry:
+                entry["files"] = files
+            else:
+                entry.update(files[0])
+
+    def _is_there(self, entry: dict[str, Any]) -> bool:
+        """Whether the collection has that very copy of the record already."""
+        known = self.manifest.entries.get(entry["id"])
+        if known is None or known.get("host") != entry["host"]:
+            return False
+        ours, theirs = hs_manifest.files_of(known), hs_manifest.files_of(entry)
+        if [(file["file"], file["sha256"]) for file in ours] != [(file["file"], file["sha256"]) for file in theirs]:
+            return False
+        root = self.roots.get(entry["host"])
+        if self.request.mode not in ("link", "symlink") or root is None:
+            return True
+        # A file that was written again has another inode.
+        pairs = [(os.path.join(root, file.get("from", file["file"])), os.path.join(self.request.dest, file["file"])) for file in theirs]
+        return all(os.path.exists(source) and os.path.samefile(source, there) for source, there in pairs)
+
+    def _ask(self, left: list[dict[str, Any]]) -> dict[str, int]:
+        """Write for each host the lines that it has to give."""
+        wanted: dict[str, int] = {}
+        for source in self.request.sources:
+            lines = [entry for entry in left if entry["host"] == source.host]
+            directory = os.path.join(self.request.dest, INCOMING, source.host)
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            hs_manifest.write_lines(os.path.join(directory, WANTED), lines)
+            wanted[source.host] = len(lines)
+        return wanted
+
+    def _place(self, left: list[dict[str, Any]]) -> None:
+        """Put records where they belong, and then into the manifest, some at a time."""
+        dest, access = self.request.dest, self.access
+        # A file that is replaced is in no line meanwhile.
+        targets = {file["file"] for entry in left for file in hs_manifest.files_of(entry)}
+        replaced = {
+            record for record, entry in self.manifest.entries.items() if any(f["file"] in targets for f in hs_manifest.files_of(entry))
+        }
+        self.changed |= self.manifest.repair(access.file_mode, access.gid, without=replaced)
+        writer = hs_manifest.ManifestWriter(dest, access.file_mode, access.gid)
+        workers = self.request.workers or min(8, os.cpu_count() or 1)
+        try:
+            with ThreadPoolExecutor(workers) as pool:
+                for first in range(0, len(left), BATCH):
+                    some = left[first : first + BATCH]
+                    directories = {os.path.dirname(file["file"]) for entry in some for file in hs_manifest.files_of(entry)}
+                    for directory in sorted(directories):
+                        make_directories(dest, directory, access)
+                    placed = [entry for entry in pool.map(self._place_one, some) if entry]
+                    for directory in sorted(directories):
+                        hs_manifest.fsync_directory(os.path.join(dest, directory))
+                    writer.append(placed)
+                    self.changed |= bool(placed)
+        finally:
+            writer.close()
+
+    def _place_one(self, entry: dict[str, Any]) -> dict[str, Any] | None:
+        for file in hs_manifest.files_of(entry):
+            root = self.roots.get(entry["host"])
+            origin = dict(file, file=file.get("from", file["file"]))
+            reason = f"{self._where(entry['host'])} cannot be seen from this machine"
+            if root is not None:
+                reason = self._bring(root, origin, os.path.join(self.request.dest, file["file"]))
+            if reason:
+                self.problems.append({"host": entry["host"], "id": entry["id"], "file": origin["file"], "reason": reason})
+                return None
+        return entry
+
+    def _where(self, host: str) -> str:
+        return next(source.place for source in self.request.sources if source.host == host)
+
+    def _bring(self, root: str, file: dict[str, Any], target: str) -> str:
+        """Put one file at `target`; returns why it cannot be. Raises Refusal or OSError for what is wrong with all of them."""
+        source = os.path.join(root, file["file"])
+        if not hs_manifest.agrees(root, file):
+            return f"{source} is missing, or has another size than its manifest says; {REMEDY}"
+        mode = self.request.mode
+        if mode == "copy":
+            try:
+                with replacing(target, self.access) as temporary:
+                    if _copy(source, temporary) != file["sha256"]:
+                        raise _Differs
+            except _Differs:
+                return f"{source} has another SHA-256 than its manifest says; {REMEDY}"
+            return ""
+        temporary = os.path.join(os.path.dirname(target), dumpfile.temporary_name(os.path.basename(target)))
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+        if mode == "symlink":
+            os.symlink(os.path.relpath(os.path.realpath(source), os.path.realpath(os.path.dirname(target))), temporary)
+        elif mode == "link":
+            _link(source, temporary)
+        else:
+            os.chmod(source, self.access.file_mode)
+            if self.access.gid >= 0:
+                os.chown(source, -1, self.access.gid)
+            temporary = source
+        os.rename(temporary, target)
+        return ""
+
+    def _finish(self, merged: Merged, formats: set[str]) -> None:
+        """Manifest in order, nothing else beside it, and what the trainers want to know of all records together."""
+        dest, access = self.request.dest, self.access
+        manifest = hs_manifest.Manifest(dest)
+        gone = set(manifest.entries) - set(merged.used)
+        lines = [manifest.entries[record] for record in sorted(set(manifest.entries) - gone)]
+        if self.changed or gone or manifest.superseded != merged.superseded:
+            hs_manifest.write_lines(os.path.join(dest, hs_manifest.MANIFEST), _chain(lines, merged), access.file_mode, access.gid)
+            self.changed = True
+        named = {file["file"] for entry in lines for file in hs_manifest.files_of(entry)}
+        for file in list(files_below(dest)):
+            ours = number_of(file) is not None or dumpfile.temporary_pid(os.path.basename(file)) is not None
+            if file not in named and ours:
+                self.changed |= remove(dest, file, links=True)
+        if self.problems:
+            return
+        if "speculators" in formats:
+            rows = np.full(len(lines), -1, dtype=np.int64)
+            for entry in lines:
+                rows[[number_of(file["file"]) for file in hs_manifest.files_of(entry) if file["file"].startswith("speculators/")]] = entry[
+                    "id"
+                ]
+            self.changed |= arrow.write_arrow(os.path.join(dest, "speculators"), self.dataset, rows, access)
+        if self.request.draft_vocab_size:
+            records = [entry["id"] for entry in lines]
+            self.changed |= vocab.write_vocab(dest, formats, self.dataset, records, self.request.draft_vocab_size, access)
+        if self.request.mode == "move":
+            shutil.rmtree(os.path.join(dest, INCOMING), ignore_errors=True)
+
+    def _write_index(self, merged: Merged) -> None:
+        """One line a copy of a record, the used ones first: its manifest line, and `at`, its files as HOST:PATH."""
+        places = {source.host: source.place for source in self.request.sources}
+        path = os.path.join(self.request.dest, INDEX)
+        before = file_hash(path) if os.path.exists(path) else ""
+        lines = (
+            dict(entry, at=[f"{entry['host']}:{places[entry['host']]}/{file['file']}" for file in hs_manifest.files_of(entry)])
+            for entry in _chain([entry for _record, entry in sorted(merged.used.items())], merged)
+        )
+        hs_manifest.write_lines(path, lines, self.access.file_mode, self.access.gid)
+        self.changed = file_hash(path) != before
+
+
+def _chain(lines: list[dict[str, Any]], merged: Merged) -> Iterator[dict[str, Any]]:
+    yield from lines
+    yield from merged.second_copies()
+
+
+def _copy(source: str, target: str) -> str:
+    """Copy a file's content; returns its SHA-256."""
+    digest = hashlib.sha256()
+    with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb") as reader, open(target, "wb") as writer:
+        for block in iter(lambda: reader.read(COPY_BYTES), b""):
+            digest.update(block)
+            writer.write(block)
+    return digest.hexdigest()
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK):
+            raise
+        raise Refusal(f"{source} cannot be linked to {target}: {error.strerror}; take extraction_collect_mode symlink or copy") from error
