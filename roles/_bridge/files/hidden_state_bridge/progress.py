@@ -25,7 +25,7 @@ class Progress:
     start, `seconds_total` the time that all starts of the extraction worked.
     """
 
-    def __init__(self, output_dir: str, access: Access, run: str, telling: Telling) -> None:
+    def __init__(self, output_dir: str, access: Access, run: str, telling: Telling | None = None) -> None:
         previous: dict[str, Any] = {}
         try:
             previous = hs_manifest.read_json(os.path.join(output_dir, hs_manifest.STATUS)) or {}
@@ -97,7 +97,7 @@ class Progress:
         path = os.path.join(self._output_dir, hs_manifest.STATUS)
         ended = status["state"] not in ("starting", "running")
         hs_manifest.write_json(path, status, self._access.file_mode, self._access.gid, durable=ended)
-        for wrong in self.telling.tell(status, self.line, ended):
+        for wrong in self.telling.tell(status, self.line, ended) if self.telling is not None else ():
             say(wrong)
 
     def _rate(self) -> None:
