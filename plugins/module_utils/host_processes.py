@@ -118,6 +118,15 @@ def parent(pid):
     return int(fields[1]) if fields else None
 
 
+def ancestors(pid):
+    """The pids above a process, its parent first, without the host's first process."""
+    found, above = [], parent(pid)
+    while above and above > 1:
+        found.append(above)
+        above = parent(above)
+    return found
+
+
 def cgroups(pid):
     """The control group paths of a process, systemd's own or the unified one first; [] once it is gone."""
     try:
