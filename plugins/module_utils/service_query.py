@@ -13,7 +13,6 @@ from __future__ import annotations
 import http.client
 import os
 import socket
-import time
 import xmlrpc.client
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import container_query as cq
@@ -172,9 +171,9 @@ def leftovers_of(state_dir, name):
             pids, written = [int(line) for line in stream], os.fstat(stream.fileno()).st_mtime
     except (OSError, ValueError):
         return []
-    with open("/proc/uptime", encoding="ascii") as stream:
-        booted = time.time() - float(stream.read().split()[0])
-    if written < booted:
+    # A container begins with its first process: pids of an earlier life are other processes', or nobody's.
+    first = hp.process(1)
+    if first and written < first["since"]:
         return []
     found = set()
     for pid in pids:
