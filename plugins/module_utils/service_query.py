@@ -244,6 +244,8 @@ def log_tail(manager, name, state_dir=DEFAULT_STATE_DIR, lines=40, pid=None, sin
         else:
             argv += ["_SYSTEMD_INVOCATION_ID=" + query("systemd", name).get("invocation", "")]
         try:
+            # On a busy host the last words of a process are still on their way when it has ended.
+            run(["journalctl", "--sync"])
             code, out, _err = run(argv)
         except ServiceError:
             return []

@@ -121,7 +121,7 @@ def test_log_tail_asks_the_journal_for_one_start(monkeypatch):
     asked = []
     monkeypatch.setattr(sq, "run", lambda argv, **_more: (asked.append(argv), (0, "InvocationID=abc\n", ""))[1])
     sq.log_tail("systemd", "sglang", since=1000.5)
-    assert {"--unit=sglang.service", "--since=@1000"} <= set(asked[-1])
+    assert asked[0] == ["journalctl", "--sync"] and {"--unit=sglang.service", "--since=@1000"} <= set(asked[-1])
     sq.log_tail("systemd", "sglang")
     assert "_SYSTEMD_INVOCATION_ID=abc" in asked[-1]
 
