@@ -100,6 +100,15 @@ def test_a_free_port():
     assert hp.port_holders(port) == []
 
 
+def test_a_command_is_one_line():
+    with subprocess.Popen([sys.executable, "-c", "print(flush=True)\n\ninput()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            assert hp.command_of(process.pid).endswith("-c print(flush=True) input()")
+        finally:
+            process.kill()
+
+
 def test_keys_are_blotted_out():
     argv = ["python", "--api-key", "secret", "--admin-api-key=other", "--port", "1"]
     assert hp.masked(argv) == ["python", "--api-key", "********", "--admin-api-key=********", "--port", "1"]
