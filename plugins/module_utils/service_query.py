@@ -238,7 +238,8 @@ def log_tail(manager, name, state_dir=DEFAULT_STATE_DIR, lines=40, pid=None, sin
     if manager in cq.ENGINES:
         return cq.log_tail(manager, name, lines)
     if resolve_manager(manager) == "systemd":
-        argv = ["journalctl", "--output=cat", "--no-pager", "--lines=%d" % lines]
+        # Newest first: with --since, --lines counts from there on in older releases of systemd.
+        argv = ["journalctl", "--output=cat", "--no-pager", "--reverse", "--lines=%d" % lines]
         if since:
             argv += ["--unit=" + unit_name(name), "--since=@%d" % since]
         else:
@@ -249,7 +250,7 @@ def log_tail(manager, name, state_dir=DEFAULT_STATE_DIR, lines=40, pid=None, sin
             code, out, _err = run(argv)
         except ServiceError:
             return []
-        return out.splitlines()[-lines:] if code == 0 else []
+        return out.splitlines()[lines - 1 :: -1] if code == 0 else []
     try:
         with open(service_log(state_dir, name), "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 512 * 1024))

@@ -128,8 +128,10 @@ def test_log_tail_keeps_to_one_start(tmp_path):
 
 def test_log_tail_asks_the_journal_for_one_start(monkeypatch):
     asked = []
-    monkeypatch.setattr(sq, "run", lambda argv, **_more: (asked.append(argv), (0, "InvocationID=abc\n", ""))[1])
-    sq.log_tail("systemd", "sglang", since=1000.5)
+    said = "InvocationID=abc\n", "".join("line %d\n" % number for number in range(9, 0, -1))
+    monkeypatch.setattr(sq, "run", lambda argv, **_more: (asked.append(argv), (0, said["--reverse" in argv], ""))[1])
+    assert sq.log_tail("systemd", "sglang", since=1000.5) == ["line %d" % number for number in range(1, 10)]
+    assert sq.log_tail("systemd", "sglang", lines=2, since=1000.5) == ["line 8", "line 9"]
     assert asked[0] == ["journalctl", "--sync"] and {"--unit=sglang.service", "--since=@1000"} <= set(asked[-1])
     sq.log_tail("systemd", "sglang")
     assert "_SYSTEMD_INVOCATION_ID=abc" in asked[-1]
