@@ -95,7 +95,10 @@ def test_a_port_that_is_taken_and_kept(server, thief):
     for command in commands[:-1]:
         server.host.check_output(command)
     server.is_as_before()
-    assert server.drive("serving") == 0
+    # What was recorded before the run is still there.
+    pid = server.seen()["pid"]
+    server.drive("serving")
+    assert server.drive("serving") == 0 and server.seen()["pid"] == pid
 
 
 def test_a_controller_that_is_killed_between_stop_and_start(server):
