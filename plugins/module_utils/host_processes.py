@@ -80,10 +80,10 @@ def masked_line(line):
 
 
 def command_of(pid):
-    """The command line of a process as one string for people; its short name where that is all there is."""
+    """The command line of a process as one line for people; its short name where that is all there is."""
     argv = _read_list("/proc/%d/cmdline" % pid)
     if argv:
-        return " ".join(masked(argv)).strip()[:300]
+        return " ".join(" ".join(masked(argv)).split())[:300]
     try:
         with open("/proc/%d/comm" % pid, encoding="utf-8", errors="replace") as stream:
             return "[%s]" % stream.read().strip()
@@ -116,6 +116,15 @@ def parent(pid):
     """The pid of the parent; None once the process is gone."""
     fields = _stat_fields(pid)
     return int(fields[1]) if fields else None
+
+
+def ancestors(pid):
+    """The pids above a process, its parent first, without the host's first process."""
+    found, above = [], parent(pid)
+    while above and above > 1:
+        found.append(above)
+        above = parent(above)
+    return found
 
 
 def cgroups(pid):

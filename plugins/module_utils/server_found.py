@@ -99,9 +99,18 @@ def locate(params):
     return _locate_by_facts(params, recorded)
 
 
+def _server_of(params, recorded):
+    """The pid of the server on the port, or of one that was started by hand and does not listen yet; None for neither."""
+    pid = server_on(params["port"], params["host"])
+    if pid is None and recorded and recorded["manager"] == "process":
+        managed = sq.query(_default(), params["name"], params["state_dir"])["processes"]
+        pid = next((one for one in hp.same_command(recorded["argv"]) if one not in managed), None)
+    return pid
+
+
 def _locate_as(manager, params, recorded):
     """A found server of which it is known who runs it, but not under which name."""
-    pid = server_on(params["port"], params["host"])
+    pid = _server_of(params, recorded)
     owner = _owner(pid) if pid is not None and manager != "process" else None
     if owner and owner["manager"] == manager:
         return dict(owner, pid=pid, recorded=False)
@@ -111,7 +120,7 @@ def _locate_as(manager, params, recorded):
 
 def _locate_by_facts(params, recorded):
     name, state_dir = params["name"], params["state_dir"]
-    pid = server_on(params["port"], params["host"])
+    pid = _server_of(params, recorded)
     ours = sq.query(_default(), name, state_dir)
     is_ours = ours["state"] != "absent" and (_default() == "supervisor" or unit_is_ours(name) is not False)
     if recorded and recorded["manager"] == "process" and is_ours and (pid is None or pid in ours["processes"]):

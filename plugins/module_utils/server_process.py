@@ -29,10 +29,7 @@ def server_on(port, host=None):
     for holder in hp.port_holders(port, host):
         pid = holder["pid"]
         # HTTP workers listen too: their server is above them.
-        line = []
-        while pid and pid > 1:
-            line.append(pid)
-            pid = hp.parent(pid)
+        line = [pid, *hp.ancestors(pid)] if pid and pid > 1 else []
         servers = [one for one in line if is_server((hp.process(one) or {"argv": []})["argv"])]
         if servers:
             return servers[-1]

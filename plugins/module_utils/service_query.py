@@ -13,7 +13,6 @@ from __future__ import annotations
 import http.client
 import os
 import socket
-import time
 import xmlrpc.client
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import container_query as cq
@@ -172,9 +171,9 @@ def leftovers_of(state_dir, name):
             pids, written = [int(line) for line in stream], os.fstat(stream.fileno()).st_mtime
     except (OSError, ValueError):
         return []
-    with open("/proc/uptime", encoding="ascii") as stream:
-        booted = time.time() - float(stream.read().split()[0])
-    if written < booted:
+    # A container begins with its first process: pids of an earlier life are other processes', or nobody's.
+    first = hp.process(1)
+    if first and written < first["since"]:
         return []
     found = set()
     for pid in pids:
@@ -239,16 +238,19 @@ def log_tail(manager, name, state_dir=DEFAULT_STATE_DIR, lines=40, pid=None, sin
     if manager in cq.ENGINES:
         return cq.log_tail(manager, name, lines)
     if resolve_manager(manager) == "systemd":
-        argv = ["journalctl", "--output=cat", "--no-pager", "--lines=%d" % lines]
+        # Newest first: with --since, --lines counts from there on in older releases of systemd.
+        argv = ["journalctl", "--output=cat", "--no-pager", "--reverse", "--lines=%d" % lines]
         if since:
             argv += ["--unit=" + unit_name(name), "--since=@%d" % since]
         else:
             argv += ["_SYSTEMD_INVOCATION_ID=" + query("systemd", name).get("invocation", "")]
         try:
+            # On a busy host the last words of a process are still on their way when it has ended.
+            run(["journalctl", "--sync"])
             code, out, _err = run(argv)
         except ServiceError:
             return []
-        return out.splitlines()[-lines:] if code == 0 else []
+        return out.splitlines()[lines - 1 :: -1] if code == 0 else []
     try:
         with open(service_log(state_dir, name), "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 512 * 1024))

@@ -124,8 +124,9 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import service
 
 GATE = "SGLANG_HS_DUMP_DIR"
 REAP_SECONDS = 10.0
-# A shell in which somebody typed the command starts nothing again.
-SHELLS = ("sh", "bash", "dash", "zsh", "fish", "tmux", "screen", "sshd", "login")
+# A shell in which somebody typed the command starts nothing again, nor does what holds that shell.
+SHELLS = ("sh", "bash", "dash", "zsh", "fish")
+HOLDERS = ("tmux", "screen", "sshd", "login", "su", "sudo", "systemd", "conmon")
 
 
 def record(params, located, check_mode):
@@ -181,9 +182,9 @@ def stop(params, pid, check_mode):
     """End a server that was started by hand; returns a message where that cannot be proved, else ""."""
     if check_mode:
         return ""
-    argv, above = hp.process(pid)["argv"], hp.parent(pid)
+    argv = hp.process(pid)["argv"]
     members = [one for one in map(hp.identity, hp.family_of(pid)) if one]
-    wrapper = hp.identity(above) if above and above > 1 else None
+    wrappers = wrappers_of(pid)
     at_work = gpus.compute_processes()
     own = {one for one, _start in members}
     used, strangers = {one["gpu"] for one in at_work if one["pid"] in own}, {one["pid"] for one in at_work} - own
@@ -193,7 +194,7 @@ def stop(params, pid, check_mode):
             os.kill(one, signal.SIGKILL)
     if not hp.wait_until_gone(members, REAP_SECONDS):
         return "stopped, but not gone: %s. End these processes, then run again" % describe(one for one, _start in hp.living(members))
-    revived = watch_wrapper(params, argv, wrapper)
+    revived = watch_wrappers(params, argv, wrappers)
     if revived:
         return revived
     holders = hp.port_holders(params["port"], params["host"] or None)
@@ -208,20 +209,32 @@ def stop(params, pid, check_mode):
     return ""
 
 
-def watch_wrapper(params, argv, wrapper):
+def wrappers_of(pid):
+    """The processes above a server that may start it again, nearest first: a script, and the loop that calls the script."""
+    found = []
+    for above in hp.ancestors(pid):
+        argv = (hp.process(above) or {"argv": []})["argv"]
+        name = os.path.basename(hp.command_of(above).split(" ")[0].lstrip("-").rstrip(":"))
+        typed = name in HOLDERS or (name in SHELLS and len(argv) < 2)
+        identity = None if typed else hp.identity(above)
+        if identity:
+            found.append(identity)
+    return found
+
+
+def watch_wrappers(params, argv, wrappers):
     """A message where something starts the server again, else ""."""
-    name = os.path.basename(hp.command_of(wrapper[0]).split(" ")[0].lstrip("-")) if wrapper else ""
-    typed = not wrapper or (name in SHELLS and len((hp.process(wrapper[0]) or {"argv": []})["argv"]) < 2)
-    deadline = time.monotonic() + (1.0 if typed else params["revive_seconds"])
+    deadline = time.monotonic() + (params["revive_seconds"] if wrappers else 1.0)
     while time.monotonic() < deadline:
+        left = [pid for pid, _start in hp.living(wrappers)]
         for one in hp.same_command(argv):
-            above = hp.parent(one)
+            above = next((pid for pid in hp.ancestors(one) if pid in left), hp.parent(one))
             return "process %d started the server again (pid %d): %s. Stop it, or run the server as a systemd unit" % (
                 above,
                 one,
                 hp.command_of(above),
             )
-        if not typed and not hp.living([wrapper]):
+        if wrappers and not left:
             return ""
         time.sleep(0.25)
     return ""

@@ -74,6 +74,10 @@ options:
     description: TCP port that the service listens on; it has to be free before a start and after a stop. 0 for none.
     type: int
     default: 0
+  port_timeout:
+    description: Seconds that another process is given to leave O(port) before a start is refused.
+    type: int
+    default: 0
   enabled:
     description: Whether the service starts with the host (systemd only). Left as it is when not given.
     type: bool
@@ -165,6 +169,15 @@ class Worker:
             return []
         found = hp.port_holders(self.params["port"], self.params["host"] or None)
         return [holder for holder in found if holder["pid"] not in own]
+
+    def strangers(self, own):
+        """Who else holds the port after the time it was given to become free."""
+        deadline = time.monotonic() + (0 if self.module.check_mode else self.params["port_timeout"])
+        while True:
+            found = self.holders(own)
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.5)
 
     def fail(self, message, **more):
         self.result.update(more)
@@ -277,12 +290,13 @@ class Worker:
         action = self.result["action"] = self.decide(before)
         self.result["changed"] = action != "none"
         if action in ("start", "restart"):
-            strangers = self.holders(own=before["processes"])
+            strangers = self.strangers(own=before["processes"])
             if strangers:
                 # Known before anything stops: a running server is not given up for a start that cannot succeed.
                 self.result.update(changed=False, action="none")
+                waited = " and was not left within %d s" % self.params["port_timeout"] if self.params["port_timeout"] else ""
                 self.fail_listing(
-                    "port %d is taken" % self.params["port"],
+                    "port %d is taken%s" % (self.params["port"], waited),
                     strangers,
                     "Stop that process or give the service another port",
                 )
@@ -332,6 +346,7 @@ def main():
             "newer_than": {"type": "list", "elements": "path", "default": []},
             "host": {"type": "str", "default": ""},
             "port": {"type": "int", "default": 0},
+            "port_timeout": {"type": "int", "default": 0},
             "enabled": {"type": "bool"},
             "timeout": {"type": "int", "default": 30},
             "stop_timeout": {"type": "int", "default": 120},

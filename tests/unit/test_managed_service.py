@@ -28,7 +28,7 @@ class FakeModule:
 
     def __init__(self, check_mode=False, **params):
         defaults = {"name": "sglang", "state": "started", "manager": "supervisor", "state_dir": "/nowhere", "tag": "right"}
-        more = {"command": [], "newer_than": [], "host": "", "port": 0, "enabled": None, "timeout": 1, "stop_timeout": 1}
+        more = {"command": [], "newer_than": [], "host": "", "port": 0, "port_timeout": 0, "enabled": None, "timeout": 1, "stop_timeout": 1}
         self.params = {**defaults, **more, "supervisord": [], "launch": None, "container_command": None, "visible_gpus": None, **params}
         self.check_mode = check_mode
 
@@ -128,6 +128,23 @@ def test_a_taken_port_is_known_before_anything_stops(monkeypatch, child):
         outcome = work(monkeypatch, manager, tag="another", port=port)
     assert outcome.failed and "port %d is taken: pid %d: " % (port, os.getpid()) in outcome.values["msg"]
     assert (outcome.values["action"], manager.told) == ("none", [])
+
+
+def test_a_port_is_waited_for_within_bounds(monkeypatch):
+    manager = FakeManager()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        clock = iter(range(100))
+        monkeypatch.setattr(managed_service.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(managed_service.time, "sleep", lambda _seconds: None)
+        outcome = work(monkeypatch, manager, port=port, port_timeout=5)
+        assert outcome.failed and "port %d is taken and was not left within 5 s: pid %d: " % (port, os.getpid()) in outcome.values["msg"]
+        assert manager.told == []
+        monkeypatch.setattr(managed_service.time, "sleep", lambda _seconds: listener.close())
+        outcome = work(monkeypatch, manager, port=port, port_timeout=5)
+    assert not outcome.failed and manager.told == ["start"]
 
 
 def test_a_port_that_a_stop_does_not_free_is_told(monkeypatch):

@@ -19,6 +19,7 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import process
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_found as found
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_layer as layer
 from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import is_server, server_on
+from ansible_collections.hidden_state.bridge.plugins.modules import found_server
 
 STAND_IN = Path(__file__).parents[1] / "stand_in"
 
@@ -117,6 +118,33 @@ def test_a_stopped_server_is_known_by_its_record(monkeypatch, tmp_path, stand_in
     # Another server by now: the record is of no use.
     groups(monkeypatch, "/user.slice/session-1.scope")
     assert found.locate(params(tmp_path, stand_in[0]))["manager"] == "process"
+
+
+def test_a_server_that_was_started_by_hand_and_does_not_listen_yet(monkeypatch, tmp_path, stand_in):
+    """A wrapper has just started it again: it counts, or a second one would be started beside it."""
+    pid = server_on(stand_in[0])
+    record(tmp_path, manager="process", service="", argv=hp.process(pid)["argv"])
+    groups(monkeypatch, "/user.slice/session-1.scope")
+    monkeypatch.setattr(found, "server_on", lambda *_args: None)
+    for manager in ("auto", "process"):
+        located = found.locate(params(tmp_path, stand_in[0], manager=manager))
+        assert (located["manager"], located["pid"]) == ("process", pid)
+
+
+def test_a_loop_around_a_script_that_starts_the_server_again_is_named(tmp_path):
+    script = tmp_path / "start"
+    # Neither word is of another process of this machine.
+    script.write_text(f"sleep 10{os.getpid()}; true\n")
+    with subprocess.Popen(["sh", "-c", f"while :; do sh {script}; sleep 0.3; done"], start_new_session=True) as loop:
+        try:
+            deadline = time.monotonic() + 30
+            while not hp.same_command(["sleep", f"10{os.getpid()}"]) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            (server,) = hp.same_command(["sleep", f"10{os.getpid()}"])
+            said = found_server.stop({"stop_timeout": 5, "revive_seconds": 60, "port": 0, "host": ""}, server, False)
+        finally:
+            os.killpg(loop.pid, 9)
+    assert f"process {loop.pid} started the server again" in said and "while :; do" in said
 
 
 def test_nothing_is_there(tmp_path):

@@ -69,7 +69,8 @@ def test_a_server_that_outlived_its_supervisord_is_found(tmp_path, child):
 def test_a_pid_that_is_another_process_by_now_is_left_alone(tmp_path, child):
     note(tmp_path, os.getpid())
     assert sq.leftovers_of(str(tmp_path), "sglang") == []
-    os.utime(note(tmp_path, child.pid), (1, 1))
+    # Written before the first process of the host, or of the container, was there.
+    os.utime(note(tmp_path, child.pid), (hp.process(1)["since"] - 60,) * 2)
     assert sq.leftovers_of(str(tmp_path), "sglang") == []
     assert sq.leftovers_of(str(tmp_path), "other") == []
 
@@ -99,6 +100,15 @@ def test_a_free_port():
     assert hp.port_holders(port) == []
 
 
+def test_a_command_is_one_line():
+    with subprocess.Popen([sys.executable, "-c", "print(flush=True)\n\ninput()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            assert hp.command_of(process.pid).endswith("-c print(flush=True) input()")
+        finally:
+            process.kill()
+
+
 def test_keys_are_blotted_out():
     argv = ["python", "--api-key", "secret", "--admin-api-key=other", "--port", "1"]
     assert hp.masked(argv) == ["python", "--api-key", "********", "--admin-api-key=********", "--port", "1"]
@@ -118,9 +128,11 @@ def test_log_tail_keeps_to_one_start(tmp_path):
 
 def test_log_tail_asks_the_journal_for_one_start(monkeypatch):
     asked = []
-    monkeypatch.setattr(sq, "run", lambda argv, **_more: (asked.append(argv), (0, "InvocationID=abc\n", ""))[1])
-    sq.log_tail("systemd", "sglang", since=1000.5)
-    assert {"--unit=sglang.service", "--since=@1000"} <= set(asked[-1])
+    said = "InvocationID=abc\n", "".join("line %d\n" % number for number in range(9, 0, -1))
+    monkeypatch.setattr(sq, "run", lambda argv, **_more: (asked.append(argv), (0, said["--reverse" in argv], ""))[1])
+    assert sq.log_tail("systemd", "sglang", since=1000.5) == ["line %d" % number for number in range(1, 10)]
+    assert sq.log_tail("systemd", "sglang", lines=2, since=1000.5) == ["line 8", "line 9"]
+    assert asked[0] == ["journalctl", "--sync"] and {"--unit=sglang.service", "--since=@1000"} <= set(asked[-1])
     sq.log_tail("systemd", "sglang")
     assert "_SYSTEMD_INVOCATION_ID=abc" in asked[-1]
 

@@ -1,80 +1,76 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""A server over two hosts: started, switched and stopped together. The tests build on each other."""
+"""A server over two hosts: started, switched and stopped together; rank 0's host captures. The tests build on each other."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import testinfra
 
-ENGINE = os.environ.get("HSB_CONTAINER_ENGINE", "podman")
-ROOT = Path(os.environ["MOLECULE_PROJECT_DIRECTORY"])
-RECAP = re.compile(r"^hsb-nodes-head +: ok=(\d+) +changed=(\d+) +unreachable=(\d+) +failed=(\d+)", re.MULTILINE)
-HOSTS = [testinfra.get_host(f"{ENGINE}://hsb-nodes-{name}") for name in ("head", "second")]
+sys.path.append(os.path.join(os.environ["MOLECULE_PROJECT_DIRECTORY"], "tests"))
 
+from container_host import DUMPS, ContainerHost
 
-def drive(wanted: str) -> int:
-    """Bring the server into a state; returns how many tasks changed something."""
-    extra = {"wanted": wanted, "sglang_server_capture_environment": {"SGLANG_HS_DUMP_DIR": "/dev/shm/sglang_hs"}}
-    command = [Path(sys.executable).parent / "ansible-playbook", ROOT / "tests/integration/drive.yml"]
-    environment = {**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "playbooks/collections")}
-    done = subprocess.run(
-        [*command, "-i", os.environ["MOLECULE_INVENTORY_FILE"], "-e", json.dumps(extra)],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    print(done.stdout)
-    assert done.returncode == 0
-    return int(RECAP.search(done.stdout)[2])
+HEAD, SECOND = ContainerHost("hsb-nodes-head"), ContainerHost("hsb-nodes-second")
+DUMPED = """
+import json, urllib.request
+body = json.dumps({"input_ids": list(range(1, 9)), "rid": "hsb-nodes", "sampling_params": {"max_new_tokens": 0}}).encode()
+urllib.request.urlopen(urllib.request.Request("http://127.0.0.1:30000/generate", body, {"Content-Type": "application/json"}), timeout=120)
+"""
 
 
-def mains() -> list[int]:
-    return [int(host.check_output("systemctl show --property MainPID --value sglang")) for host in HOSTS]
+def pids() -> list[int]:
+    return [(host.seen() or {"pid": 0})["pid"] for host in (HEAD, SECOND)]
 
 
-def arguments(number: int) -> list[str]:
-    return HOSTS[number].check_output("tr '\\0' '\\n' < /proc/%s/cmdline", str(mains()[number])).splitlines()
+def arguments(host: ContainerHost) -> list[str]:
+    return host.seen()["argv"]
 
 
 def test_they_are_started_together():
-    assert drive("serving") > 0
-    for number in (0, 1):
-        words = arguments(number)
-        assert words[words.index("--nnodes") + 1] == "2" and words[words.index("--node-rank") + 1] == str(number)
+    assert HEAD.drive("serving") > 0
+    for rank, host in enumerate((HEAD, SECOND)):
+        words = arguments(host)
+        assert words[words.index("--nnodes") + 1] == "2" and words[words.index("--node-rank") + 1] == str(rank)
         assert words[words.index("--dist-init-addr") + 1] == "hsb-nodes-head:20000"
-    pids = mains()
-    assert drive("serving") == 0 and mains() == pids
+    assert HEAD.answers()
+    first = pids()
+    assert HEAD.drive("serving") == 0 and pids() == first
 
 
-def test_they_capture_together():
-    pids = mains()
-    assert drive("capture") > 0
-    assert not set(mains()) & set(pids)
-    assert all("--disable-radix-cache" in arguments(number) for number in (0, 1))
-    pids = mains()
-    assert drive("capture") == 0 and mains() == pids
+def test_they_capture_together_and_rank_0_dumps():
+    first = pids()
+    HEAD.play("playbooks/patch.yml")
+    assert HEAD.drive("capture") > 0
+    assert not set(pids()) & set(first)
+    assert all("--disable-radix-cache" in arguments(host) for host in (HEAD, SECOND))
+    HEAD.host.check_output("python3 -c %s", DUMPED)
+    assert [name for name in HEAD.host.file(DUMPS).listdir() if name.startswith("hsb-nodes.")]
+    assert not SECOND.host.run("find %s -name 'hsb-nodes*'", DUMPS).stdout
+    HEAD.host.check_output("rm %s/hsb-nodes*" % DUMPS)
+    first = pids()
+    assert HEAD.drive("capture") == 0 and pids() == first
 
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_where_one_has_died_both_start_anew(dead):
-    pids = mains()
-    HOSTS[dead].check_output("systemctl kill --signal KILL sglang; systemctl stop sglang")
-    assert drive("capture") > 0
-    assert not set(mains()) & set(pids) and 0 not in mains()
+    first = pids()
+    (HEAD, SECOND)[dead].host.check_output("systemctl kill --signal KILL sglang; systemctl stop sglang")
+    assert HEAD.drive("capture") > 0
+    assert not set(pids()) & set(first) and 0 not in pids() and HEAD.answers()
 
 
 def test_they_stop_together_and_come_back():
-    assert drive("stopped") > 0
-    assert mains() == [0, 0] and drive("stopped") == 0
-    assert drive("restored") > 0
-    assert 0 not in mains() and "--disable-radix-cache" not in arguments(0) + arguments(1)
+    assert HEAD.drive("stopped") > 0
+    assert pids() == [0, 0] and HEAD.drive("stopped") == 0
+    assert HEAD.drive("restored") > 0
+    assert HEAD.answers() and "--disable-radix-cache" not in arguments(HEAD) + arguments(SECOND)
+
+
+def test_a_flag_that_is_wrong_gives_both_back():
+    before = [host.started() for host in (HEAD, SECOND)]
+    extra = {"sglang_server_extra_capture_args": ["--no-such-flag"]}
+    output = HEAD.play("playbooks/extract.yml", extra, fails=True)
+    assert "This host is as it was before: patch out, server serving" in output and HEAD.recap(output)["failed"] == 1
+    assert [host.started() for host in (HEAD, SECOND)] == before and HEAD.answers()

@@ -44,10 +44,12 @@ def open_capture(model: Any, layers: str, norm: str | None, *, patch_version: st
         raise CaptureRefused(f"{DUMP_FINAL} is {settings.final}, and this model has no final norm", f"set {DUMP_FINAL}=none")
     check_settings(engine.server_settings())
     rank, size = engine.tensor_parallel()
+    # The head has the lowest ranks. Files of ranks on other nodes would lie where nobody reads or removes them.
+    beside = size // max(1, int(engine.server_settings()("nnodes") or 1))
     if rank != 0:
         wanted = Requests(settings.rid_prefix).wanted if family == STREAM_FAMILY else None
         prints = None
-        if engine.batches_name_requests():
+        if rank < beside and engine.batches_name_requests():
             asked = replace(settings, rid_prefix=settings.rid_prefix + RID_SUFFIX)
             prints = Capture(asked, FingerprintWriter(settings.directory, rank), layer_count, width)
         return Follower(wanted, settings.layers, prints)
@@ -58,6 +60,7 @@ def open_capture(model: Any, layers: str, norm: str | None, *, patch_version: st
         "patch_version": patch_version,
         "family": family,
         "tp_size": str(size),
+        "tp_ranks_on_host": str(beside),
     }
     logger.info(
         "capturing layers %s and final %s of requests %s* into %s",

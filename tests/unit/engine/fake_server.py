@@ -40,8 +40,9 @@ class FakeServer:
     hole, marker, none, silent (all ranks but 0), and any number as text, which is the HTTP status answered.
     """
 
-    # Tensor parallel ranks, each of which leaves fingerprints, and whether they hold partial sums.
+    # Tensor parallel ranks of a host, each of which leaves fingerprints, on how many hosts, and whether they hold partial sums.
     ranks = 1
+    nodes = 1
     partial = False
 
     def __init__(self, dump_dir: str, behave: Callable[[str, list[int], int], str] | None = None, delay: float = 0.0):
@@ -130,7 +131,8 @@ class FakeServer:
             tensors["layer_5"] = tensors.pop("layer_4")
         if fault == "width":
             tensors = {k: v if k == "input_ids" else v[:, :-1].contiguous() for k, v in tensors.items()}
-        metadata = {"layers": ",".join(map(str, LAYERS)), "final": "post_norm", "tp_size": str(self.ranks)}
+        metadata = {"layers": ",".join(map(str, LAYERS)), "final": "post_norm", "tp_size": str(self.ranks * self.nodes)}
+        metadata["tp_ranks_on_host"] = str(self.ranks)
         metadata.update(sglang_version="0.5.20", patch_version="1", family="D")
         dumping.write_dump(self.dump_dir, rid, first, tensors, metadata)
         if rid.startswith(f"hsb-{RID_SUFFIX}"):

@@ -108,6 +108,13 @@ def test_ranks_that_hold_the_same_states_pass(site, fault):
     assert os.listdir(site.dumps) == []
 
 
+def test_ranks_of_other_hosts_are_not_waited_for(site):
+    with FakeServer(site.dumps) as server:
+        server.ranks, server.nodes = 2, 2
+        result = run_canary(read_config({**site.config, "url": server.url}))
+    assert result["ok"] and "2 ranks" in result["table"][-1]
+
+
 def test_partial_sums_on_the_ranks_are_found(site):
     with FakeServer(site.dumps) as server:
         server.ranks, server.partial = 2, True

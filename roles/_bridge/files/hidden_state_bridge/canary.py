@@ -86,7 +86,7 @@ async def _run(config: ExtractConfig, dataset: PackedDataset) -> dict[str, Any]:
             ranks = 1
             for record in records:
                 states = await _capture(client, config, layout, record, f"{stem}a{record.index}")
-                ranks = int(states.metadata.get("tp_size", "1"))
+                ranks = int(states.metadata.get("tp_ranks_on_host", "1"))
                 comparison.add_alone(record.index, states)
             for letter, order in (("t", records), ("r", records[::-1])):
                 await _together(client, config, layout, order, f"{stem}{letter}", comparison)
