@@ -282,6 +282,14 @@ def test_only_rank_0_captures_and_makes_the_directory(tmp_path: Path, monkeypatc
     assert path.is_dir()
 
 
+@pytest.mark.parametrize(("nodes", "prints"), [(1, True), (2, False), (None, True)])
+def test_ranks_on_other_nodes_write_no_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int | None, prints: bool) -> None:
+    """Nobody would read or remove them there."""
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path / "dumps"))
+    engine_modules(SimpleNamespace(nnodes=nodes), monkeypatch, rank=1)
+    assert (open_capture()._fingerprints is not None) == prints
+
+
 @pytest.mark.parametrize("norm", [{"weight": SimpleNamespace(shape=(64,))}, {"weight": None, "normalized_shape": (64,)}, {"weight": None}])
 def test_the_width_is_what_the_final_norm_takes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: dict[str, Any]) -> None:
     monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path / "dumps"))
