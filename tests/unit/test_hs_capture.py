@@ -283,7 +283,9 @@ def test_only_rank_0_captures_and_makes_the_directory(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("nodes", "prints"), [(1, True), (2, False), (None, True)])
-def test_ranks_on_other_nodes_write_no_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int | None, prints: bool) -> None:
+def test_ranks_on_other_nodes_write_no_fingerprints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int | None, prints: bool
+) -> None:
     """Nobody would read or remove them there."""
     monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path / "dumps"))
     engine_modules(SimpleNamespace(nnodes=nodes), monkeypatch, rank=1)

@@ -15,7 +15,6 @@ import torch
 
 import hs_manifest as hm
 from hidden_state_bridge import collect as collect_module
-from hidden_state_bridge import vocab
 from hidden_state_bridge.__main__ import main
 from hidden_state_bridge.errors import Refusal
 from hidden_state_bridge.verify import verify
@@ -273,7 +272,7 @@ def test_what_cannot_be_collected_is_refused_before_anything_is_placed(two, dest
         hosts.collection(dest, two, packed, mode="rsync")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(Refusal, match=r"extraction_draft_vocab_size needs the Python package torch .*extraction_collect_python"):
-        vocab.write_vocab(str(dest), {"specforge"}, packed, range(RECORDS), 20, collect_module.Access())
+        hosts.collection(dest, two, packed, draft_vocab_size=20)
 
 
 def test_links_over_file_systems_are_refused(two, dest, packed, monkeypatch):
@@ -292,6 +291,7 @@ def test_the_data_set_of_speculators_needs_pyarrow(tmp_path, dest, packed, monke
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(Refusal, match="needs the Python package pyarrow where it is written; .*extraction_collect_python"):
         hosts.collection(dest, [host], packed)
+    assert not (dest / "speculators").exists()
 
 
 def test_the_command_reads_its_request_from_standard_input(two, dest, packed, monkeypatch, capsys):

@@ -105,9 +105,12 @@ def test_the_longest_records_come_first_and_only_the_share(site):
 @pytest.mark.parametrize("lines", [0, 1, 7, 20, 39])
 def test_killed_and_started_again(site, lines):
     with FakeServer(site.dumps, delay=0.02) as server:
-        process = site.start(url=server.url)
+        # No more than that, so that it is at work when it is killed.
+        server.behave = lambda *_: "ok" if len(server.requests) <= lines else "503"
+        process = site.start(url=server.url, server_wait=600)
         site.wait_for_lines(lines)
         site.kill(process)
+        server.behave = lambda *_: "ok"
         done = hs_manifest.Manifest(str(site.output)).entries
         assert len(done) >= lines
         found = hs_progress.observe(str(site.output))

@@ -8,6 +8,7 @@ written last and names the Arrow file, so that a reader sees the old set or the 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -33,10 +34,19 @@ def is_ours(file: str) -> bool:
     return bool(_OURS.match(file))
 
 
+def need_package() -> None:
+    """Raise Refusal where this interpreter cannot write the data set."""
+    if not importlib.util.find_spec("pyarrow"):
+        raise Refusal(
+            "the data set of the format speculators needs the Python package pyarrow where it is written;"
+            " name an interpreter that has it (extraction_collect_python)"
+        )
+
+
 def write_arrow(directory: str, dataset: PackedDataset, records: np.ndarray, access: Access) -> bool:
     """Make `directory` hold the set whose row i is record `records[i]`; returns whether that changed anything.
 
-    records: int64 [rows]. Raises OSError, and Refusal where pyarrow is missing.
+    records: int64 [rows]. Raises OSError.
     """
     fingerprint = hashlib.sha256(dataset.meta["sha256"].encode() + records.astype("<i8").tobytes()).hexdigest()[:16]
     name = f"data-{fingerprint}.arrow"
@@ -64,13 +74,8 @@ def write_arrow(directory: str, dataset: PackedDataset, records: np.ndarray, acc
 
 
 def _write_stream(path: str, dataset: PackedDataset, records: np.ndarray) -> None:
-    try:
-        import pyarrow
-    except ImportError:
-        raise Refusal(
-            "the data set of the format speculators needs the Python package pyarrow where it is written;"
-            " name an interpreter that has it (extraction_collect_python)"
-        ) from None
+    import pyarrow
+
     tokens = pyarrow.list_(pyarrow.int64())
     schema = pyarrow.schema([("input_ids", tokens), ("loss_mask", tokens), ("seq_len", pyarrow.int64())])
     with pyarrow.OSFile(path, "wb") as stream, pyarrow.ipc.new_stream(stream, schema) as writer:

@@ -174,6 +174,10 @@ class _Collection:
             raise Refusal(
                 "extraction_draft_vocab_size is for the formats specforge and speculators, and there is none of them; leave it at 0"
             )
+        if request.mode != "list" and "speculators" in formats:
+            arrow.need_package()
+        if request.mode != "list" and request.draft_vocab_size:
+            vocab.check(self.dataset, request.draft_vocab_size)
         if self.dataset is not None and not request.partial and len(merged.used) < len(self.dataset):
             raise Refusal(
                 f"{len(self.dataset) - len(merged.used):,} of {len(self.dataset):,} records are done on no host; run extract.yml to"

@@ -19,6 +19,9 @@ TEMPLATE = "report.html.j2"
 FORMAT_HELP = {
     "specforge": "SpecForge reads the files as they are: give the directory (any depth below it is found) as its"
     " offline hidden-states path.",
+    "speculators": "speculators reads the directory that collect.yml makes, as its data path.",
+    "modelopt": "ModelOpt's OfflineSupervisedDataset finds the files below the directory that it is given.",
+    "safetensors_zstd": "Each file is a safetensors file under zstd.",
     "safetensors": "safetensors.safe_open reads each file; its metadata names record, source, line, layers and norm.",
 }
 
@@ -152,8 +155,9 @@ def write_report(request: dict[str, Any], out_dir: str) -> dict[str, Any]:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(count=hs_progress.count, short=hs_progress.short, size=hs_progress.size)
     environment.filters.update(duration=hs_progress.duration)
+    formats = [name.strip() for name in report["output_format"].split(",")]
     template = environment.from_string((pkgutil.get_data(__package__, TEMPLATE) or b"").decode())
-    html = template.render(report=report, help=FORMAT_HELP.get(report["output_format"], ""))
+    html = template.render(report=report, help=[FORMAT_HELP[name] for name in formats if name in FORMAT_HELP], formats=formats)
     files = {
         "json": ("report.json", json.dumps(report, sort_keys=True, indent=1) + "\n"),
         "html": ("report.html", html + "\n"),

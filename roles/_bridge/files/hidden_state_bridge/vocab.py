@@ -8,6 +8,7 @@ token_freq.pt: {token: how often it is trained on}, for the tokens that are.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -43,26 +44,30 @@ def make_mapping(counts: np.ndarray, draft_vocab_size: int) -> tuple[np.ndarray,
     return used - np.arange(draft_vocab_size), t2d
 
 
-def write_vocab(
-    dest: str, formats: set[str], dataset: PackedDataset, records: Iterable[int], draft_vocab_size: int, access: Access
-) -> bool:
-    """Make the collection `dest` hold, for these records, what the formats' trainers want; returns whether that changed anything.
-
-    Raises Refusal or OSError.
-    """
+def check(dataset: PackedDataset, draft_vocab_size: int) -> None:
+    """Raise Refusal where there cannot be a mapping of that size, or this interpreter cannot write it."""
     vocab_size = dataset.meta.get("vocab_size")
     if not vocab_size:
         raise Refusal(f"data set {dataset.path} does not say how large the vocabulary is; set dataset_stage_vocab_size and pack it again")
     if not 0 < draft_vocab_size <= vocab_size:
         raise Refusal(f"extraction_draft_vocab_size is {draft_vocab_size}; it must be from 1 to {vocab_size}, the size of the vocabulary")
-    try:
-        import torch
-    except ImportError:
+    if not importlib.util.find_spec("torch"):
         raise Refusal(
             "extraction_draft_vocab_size needs the Python package torch where the collection is made; name an interpreter that has it"
             " (extraction_collect_python)"
-        ) from None
-    counts = count_tokens(dataset, records, vocab_size)
+        )
+
+
+def write_vocab(
+    dest: str, formats: set[str], dataset: PackedDataset, records: Iterable[int], draft_vocab_size: int, access: Access
+) -> bool:
+    """Make the collection `dest` hold, for these records, what the formats' trainers want; returns whether that changed anything.
+
+    Raises Refusal for a token outside the vocabulary, and OSError.
+    """
+    import torch
+
+    counts = count_tokens(dataset, records, dataset.meta["vocab_size"])
     changed = False
     if "specforge" in formats:
         d2t, t2d = (torch.from_numpy(part) for part in make_mapping(counts, draft_vocab_size))
