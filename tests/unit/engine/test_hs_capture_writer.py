@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import stat
@@ -326,53 +325,6 @@ def test_a_directory_that_is_replaced_is_not_written_to(tmp_path: Path, kind: st
     aside.rename(path)
     forward(to, ("hsb-c", 10))
     assert dumping.names(to, path) == ["hsb-c.0.safetensors"]
-
-
-def test_counters_are_written_every_second(tmp_path: Path) -> None:
-    to = dumping.make_writer(settings(tmp_path), HIDDEN)
-    forward(to, ("hsb-a", 10), ("hsb-b", 20))
-    path = tmp_path / dumpfile.COUNTERS_NAME
-    deadline = time.monotonic() + 20
-    while json.loads(path.read_text())["requests"] < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    found = json.loads(path.read_text())
-    size = sum((tmp_path / f"hsb-{name}.0.safetensors").stat().st_size for name in "ab")
-    expected = {
-        "format": dumpfile.COUNTERS_FORMAT,
-        "pid": os.getpid(),
-        "forwards": 1,
-        "requests": 2,
-        "pieces": 2,
-        "tokens": 30,
-        "bytes": size,
-    }
-    assert expected.items() <= found.items()
-    assert (found["drops"], found["ring_waits"], found["queue"], found["ring_used"]) == (0, 0, 0, 0)
-    assert found["directory_bytes"] == size
-    assert found["directory_limit"] == 4 << 20
-    assert found["write_bytes_per_second"] > 0
-    assert abs(found["updated"] - time.time()) < 60 > found["updated"] - found["started"]
-    while json.loads(path.read_text())["updated"] < found["updated"] + 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    idle = json.loads(path.read_text())
-    assert idle["updated"] >= found["updated"] + 2
-    assert idle["write_bytes_per_second"] == 0
-
-
-def test_what_waits_for_room_is_in_the_queue(tmp_path: Path) -> None:
-    """Whoever reads the counters may not take a dump that is late for one that will never come."""
-    to = dumping.make_writer(settings(tmp_path), HIDDEN, directory=45 * ROW, wait_seconds=20)
-    for rid in ("hsb-a", "hsb-b", "hsb-c"):
-        forward(to, (rid, 20))
-    path = tmp_path / dumpfile.COUNTERS_NAME
-    sent, deadline = time.time(), time.monotonic() + 20
-    while json.loads(path.read_text())["updated"] <= sent and time.monotonic() < deadline:
-        time.sleep(0.05)
-    found = json.loads(path.read_text())
-    assert (found["forwards"], found["queue"]) == (3, 1)
-    (tmp_path / "hsb-a.0.safetensors").unlink()
-    assert to.drain(20)
-    check(tmp_path, "hsb-c", 20)
 
 
 KILLED = """
