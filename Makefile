@@ -58,7 +58,7 @@ lint: $(VENV)/.test ## ansible-lint (production), ruff, yamllint
 	ruff check .
 	ruff format --check .
 	yamllint --strict .
-	ansible-lint
+	ansible-lint --strict
 
 .PHONY: format
 format: $(VENV)/.test ## write the Python files as `make lint` wants them
