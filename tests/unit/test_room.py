@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+TOKENS = {"one": 60_000_000, "two": 45_000_000}
 OUTPUT = {"path": "/data/states", "network": "nfs4 filer:/export", "free": 100_000_000_000}
 
 
@@ -36,7 +37,8 @@ def evaluate(tmp_path):
         }
         (tmp_path / "play.yml").write_text(json.dumps([{"hosts": "all", "gather_facts": False, "tasks": [task, show]}]))
         local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, **variables}
-        hosts = {name: dict(local, extraction_plan={"bytes": size}) for name, size in (("one", 60_000_000_000), ("two", 45_000_000_000))}
+        plans = {name: {"bytes": tokens * 500, "tokens": tokens, "bytes_per_token": 500} for name, tokens in TOKENS.items()}
+        hosts = {name: dict(local, extraction_plan=plan) for name, plan in plans.items()}
         (tmp_path / "hosts.json").write_text(json.dumps({"all": {"hosts": hosts}}))
         command = [str(Path(sys.executable).parent / "ansible-playbook"), "play.yml", "-i", "hosts.json"]
         environment = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "LC_ALL": "C.UTF-8"}
@@ -51,7 +53,7 @@ def evaluate(tmp_path):
     ("free", "network", "refused"), [(100, "nfs4 filer:/export", True), (107, "nfs4 filer:/export", False), (100, "", False)]
 )
 def test_hosts_that_share_a_file_system_need_room_for_all(evaluate, free, network, refused):
-    """60 and 45 GB, and 1 GB that stays free: each alone fits into 100 GB."""
+    """60 and 45 GB at 1,000 bytes a token, and 1 GB that stays free: each alone fits into 100 GB."""
     found = evaluate(
         last_task("extraction", "preflight"),
         "extraction_problems",
@@ -60,6 +62,7 @@ def test_hosts_that_share_a_file_system_need_room_for_all(evaluate, free, networ
         extraction_min_free_bytes=1_000_000_000,
         __extraction_before={"conflict": ""},
         __extraction_settings_check={"rc": 0},
+        __extraction_output_bytes=1000,
         __extraction_paths={"problems": [], "paths": [dict(OUTPUT, free=free * 10**9, network=network)]},
     )
     if not refused:
@@ -89,9 +92,22 @@ def test_a_data_set_of_another_tokenizer_is_refused(evaluate, ours, theirs, diff
         dataset_stage_packed={"meta": {"tokenizer": {"files": ours} if ours else None}},
         sglang_server_info={"model": {"tokenizer": theirs}},
         sglang_server_model="/models/Kimi-K2.5",
+        dataset_stage_dir="/var/lib/datasets",
     )["one"]
     if not different:
         assert found == []
         return
     assert found[0]["what"] == f"the data set was tokenized with another tokenizer than that of /models/Kimi-K2.5: {different} differs"
     assert "set dataset_stage_tokenizer to the directory of the one that was used" in found[0]["remedy"]
+
+
+def test_a_data_set_that_is_staged_where_nobody_looks_is_refused(evaluate):
+    found = evaluate(
+        last_task("dataset_stage", "pack"),
+        "dataset_stage_problems",
+        dataset_stage_packed={"meta": {"tokenizer": None}},
+        sglang_server_info={"model": {}},
+        dataset_stage_dir="/data/sets",
+        extraction_dataset_dir="/elsewhere",
+    )["one"]
+    assert [problem["what"] for problem in found] == ["data sets are staged into /data/sets, and the extractor looks into /elsewhere"]
