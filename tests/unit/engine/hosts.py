@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import dumping
+import pytest
 import torch
 
 import hs_manifest
@@ -101,3 +102,17 @@ def collection(dest: Path, hosts: list[Path], dataset: PackedDataset | None, **c
     ]
     request = {"dest": str(dest), "mode": "link", "sources": sources, "dataset_dir": dataset and str(Path(dataset.path).parent)}
     return collect(read_request({**request, **changes}))
+
+
+def die_at(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """Let the process die, as by KeyboardInterrupt, when a directory is made durable for the stage-th time."""
+    calls, original = 0, hs_manifest.fsync_directory
+
+    def die(path):
+        nonlocal calls
+        calls += 1
+        if calls == stage:
+            raise KeyboardInterrupt
+        original(path)
+
+    monkeypatch.setattr(hs_manifest, "fsync_directory", die)

@@ -157,18 +157,8 @@ def test_a_new_host_that_comes_first_does_not_move_what_is_there(two, dest, pack
 
 @pytest.mark.parametrize("stage", range(1, 8))
 def test_killed_anywhere_and_called_again(two, dest, packed, monkeypatch, stage):
-    calls = 0
-    original = hm.fsync_directory
-
-    def die(path):
-        nonlocal calls
-        calls += 1
-        if calls == stage:
-            raise KeyboardInterrupt
-        original(path)
-
     monkeypatch.setattr(collect_module, "BATCH", 2)
-    monkeypatch.setattr(hm, "fsync_directory", die)
+    hosts.die_at(monkeypatch, stage)
     with pytest.raises(KeyboardInterrupt):
         hosts.collection(dest, two, packed)
     monkeypatch.undo()

@@ -156,16 +156,7 @@ def test_files_of_another_record_are_not_taken(run, capsys):
 def test_killed_anywhere_and_started_again(run, monkeypatch, stage):
     """Killed as a file or a manifest becomes durable: the second start leaves each record once."""
     run.make("safetensors")
-    calls, original = 0, hm.fsync_directory
-
-    def die(path):
-        nonlocal calls
-        calls += 1
-        if calls == stage:
-            raise KeyboardInterrupt
-        original(path)
-
-    monkeypatch.setattr(hm, "fsync_directory", die)
+    hosts.die_at(monkeypatch, stage)
     with pytest.raises(KeyboardInterrupt):
         run.convert("specforge", workers=1)
     monkeypatch.undo()

@@ -10,7 +10,7 @@ from fake_server import LAYERS, FakeServer, expected_state
 
 import hs_manifest
 from hidden_state_bridge.formats import FORMATS
-from hidden_state_bridge.formats.files import file_hash
+from hidden_state_bridge.hashes import file_hash
 from hidden_state_bridge.verify import verify
 from hs_capture import dumpfile
 

@@ -25,7 +25,7 @@ from hs_capture import dumpfile
 from . import arrow, vocab
 from .errors import Refusal
 from .formats import file_name, number_of
-from .formats.files import file_hash
+from .hashes import file_hash
 from .merge import Merged, Source, identity_of, merge
 from .packed import PackedDataset
 from .store import Access, access_of, files_below, make_directories, replacing

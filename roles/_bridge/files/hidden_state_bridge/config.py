@@ -66,17 +66,8 @@ class ExtractConfig:
 
     @property
     def until_time(self) -> float:
-        """`until` in seconds since the epoch, infinity where it is not set. Raises ConfigError."""
-        if not self.until:
-            return float("inf")
-        try:
-            # Python 3.9 and 3.10 know no Z.
-            moment = datetime.datetime.fromisoformat(self.until.replace("Z", "+00:00"))
-        except ValueError as error:
-            raise ConfigError(f"until is {self.until!r}; {_TIME}") from error
-        if moment.tzinfo is None:
-            raise ConfigError(f"until is {self.until!r} and names no zone; {_TIME}")
-        return moment.timestamp()
+        """`until` in seconds since the epoch, infinity where it is not set."""
+        return _time_of(self.until)
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -155,7 +146,7 @@ def _check_choices(config: ExtractConfig) -> None:
         raise ConfigError(f"layers is {layers!r}; it must be a list of ascending layer numbers")
     if unfit(config.formats, config.final):
         raise ConfigError(unfit(config.formats, config.final))
-    config.until_time  # noqa: B018  it refuses what is no time
+    _time_of(config.until)
     if not config.url.startswith(("http://", "https://")):
         raise ConfigError(f"url is {config.url!r}; it must begin with http:// or https://")
     for name in ("layers", "final", "dtype"):
@@ -163,6 +154,20 @@ def _check_choices(config: ExtractConfig) -> None:
             raise ConfigError(f"identity.{name} is {config.identity.get(name)!r} and {name} {getattr(config, name)!r}")
     if config.run != hs_manifest.run_of(config.identity):
         raise ConfigError(f"run is {config.run!r}; by its identity it is {hs_manifest.run_of(config.identity)!r}")
+
+
+def _time_of(until: str | None) -> float:
+    """A time in seconds since the epoch, infinity for none. Raises ConfigError."""
+    if not until:
+        return float("inf")
+    try:
+        # Python 3.9 and 3.10 know no Z.
+        moment = datetime.datetime.fromisoformat(until.replace("Z", "+00:00"))
+    except ValueError as error:
+        raise ConfigError(f"until is {until!r}; {_TIME}") from error
+    if moment.tzinfo is None:
+        raise ConfigError(f"until is {until!r} and names no zone; {_TIME}")
+    return moment.timestamp()
 
 
 def check_formats(value: object) -> None:

@@ -27,7 +27,8 @@ from . import store
 from .config import GIB, check_formats, need_packages
 from .errors import ConfigError, Refusal
 from .formats import FORMATS, unfit
-from .formats.files import Stored, file_hash
+from .formats.files import Stored
+from .hashes import file_hash
 from .packed import PackedDataset, Record
 from .progress import Progress, free_bytes
 

@@ -160,8 +160,9 @@ class Extraction:
         tasks: set[asyncio.Task[None]] = set()
         # Twice as many records as requests, so that conversion never leaves the server idle.
         limit = 2 * self.config.concurrency
+        until = self.config.until_time
         while self.order and not self.stopping:
-            if time.time() >= self.config.until_time:
+            if time.time() >= until:
                 say(f"stopping: it is {self.config.until}; what is in flight is finished")
                 self.stopping = True
                 break

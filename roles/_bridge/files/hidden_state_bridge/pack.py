@@ -25,10 +25,11 @@ import hs_manifest
 
 from .conversations import describe
 from .errors import Refusal
+from .hashes import file_hash
 from .packed import BLOCK_BYTES, DTYPES, FORMAT, META, ArrayWriter, PackedDataset, meta_hash, open_private
 from .reading import Reader
 from .scan import Scan, scan
-from .sources import Settings, Source, files_of, hash_file, read_config, shuffled
+from .sources import Settings, Source, files_of, read_config, shuffled
 
 PACK_VERSION = 2
 TOKEN_BYTES = 4
@@ -234,7 +235,7 @@ def _find(sources: list[Source], settings: Settings, tokenizer: dict[str, Any] |
     try:
         if not any(name.startswith("key-") for name in os.listdir(out_dir)):
             return None
-        hashes = [(source.name, file.name, hash_file(file.path)) for source in sources for file in files_of(source)]
+        hashes = [(source.name, file.name, file_hash(file.path)) for source in sources for file in files_of(source)]
         with open(_key(hashes, sources, settings, tokenizer, out_dir), encoding="utf-8") as stream:
             dataset = PackedDataset(os.path.join(out_dir, json.load(stream)["path"]))
         dataset.check_content()

@@ -14,8 +14,9 @@ from concurrent.futures.process import BrokenProcessPool
 from .columns import parse_batch, row_batches
 from .conversations import Encoder
 from .errors import Refusal
+from .hashes import file_hash
 from .records import Encode, Parsed, parse_lines
-from .sources import BadFile, Reject, Settings, SourceFile, hash_file
+from .sources import BadFile, Reject, Settings, SourceFile
 from .streams import Span, line_blocks
 
 COLUMNAR = ("parquet", "arrow")
@@ -110,6 +111,6 @@ def _reason(error: BadFile | OSError) -> str:
 
 def _hash(file: SourceFile) -> str:
     try:
-        return hash_file(file.path)
+        return file_hash(file.path)
     except OSError:
         return ""

@@ -12,7 +12,6 @@ import numpy as np
 
 from .errors import Refusal
 
-READ_BYTES = 1 << 20
 # By the end of a file's name; any other file that is named itself is read as JSONL.
 SUFFIXES = {".jsonl": "lines", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd", ".parquet": "parquet", ".arrow": "arrow"}
 SHARED_FIELDS = ("input_ids_field", "loss_mask_field", "messages_field", "id_field")
@@ -122,15 +121,6 @@ def files_of(source: Source) -> list[SourceFile]:
     if not found:
         raise Refusal(f"{source.name} {source.path}: the directory holds no file that ends in {', '.join(SUFFIXES)}; give one that does")
     return sorted(found, key=lambda file: file.name.split(os.sep))
-
-
-def hash_file(path: str) -> str:
-    """SHA-256 of a file, in hex. Raises OSError."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        for block in iter(lambda: stream.read(READ_BYTES), b""):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def read_config(config: dict[str, Any]) -> tuple[list[Source], Settings]:

@@ -16,7 +16,7 @@ from hs_capture import dumpfile
 from . import arrow
 from .errors import Refusal
 from .formats import number_of
-from .formats.files import file_hash
+from .hashes import file_hash
 from .store import files_below
 
 THREADS = 8

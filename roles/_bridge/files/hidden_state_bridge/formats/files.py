@@ -7,10 +7,12 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hs_capture import dumpfile
+
 if TYPE_CHECKING:
     import torch
 
-BLOCK_BYTES = 1 << 22
+    from ..packed import Record
 
 
 class HashedFile:
@@ -31,15 +33,6 @@ class HashedFile:
         """Close the file; returns the hash in hex."""
         self._stream.close()
         return self._digest.hexdigest()
-
-
-def file_hash(path: str) -> str:
-    """SHA-256 of a file, in hex. Raises OSError."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        for block in iter(lambda: stream.read(BLOCK_BYTES), b""):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def save_pickled(path: str, content: dict[str, object]) -> str:
@@ -85,11 +78,17 @@ class Stored:
         target.copy_(self.tensors[name])
 
 
-def side_by_side(states: object, target: torch.Tensor) -> None:
-    """Copy the layers' states into `target` [tokens, layers * hidden_size], ascending."""
-    hidden = states.hidden_size
+def tensors_of(record: Record, states: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """input_ids and loss_mask int64 [tokens], the layers side by side [tokens, layers * hidden_size], the final state after its norm."""
+    import torch
+
+    tokens, hidden = len(record.input_ids), states.hidden_size
+    aux = torch.empty((tokens, len(states.layer_names) * hidden), dtype=states.torch_dtype)
     for position, name in enumerate(states.layer_names):
-        states.copy_into(name, target[:, position * hidden : (position + 1) * hidden])
+        states.copy_into(name, aux[:, position * hidden : (position + 1) * hidden])
+    final = torch.empty((tokens, hidden), dtype=states.torch_dtype)
+    states.copy_into(dumpfile.POST_NORM, final)
+    return torch.tensor(record.input_ids, dtype=torch.int64), torch.tensor(record.loss_mask, dtype=torch.int64), aux, final
 
 
 def split_layers(layer_names: list[str], joined: torch.Tensor) -> dict[str, torch.Tensor]:

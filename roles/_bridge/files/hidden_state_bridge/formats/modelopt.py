@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hs_capture import dumpfile
 
-from .files import Stored, save_pickled, side_by_side, split_layers
+from .files import Stored, save_pickled, split_layers, tensors_of
 
 if TYPE_CHECKING:
     from ..dumps import States
@@ -24,16 +24,10 @@ KEEPS = "post_norm"
 
 def save(path: str, record: Record, states: States | Stored) -> str:
     """Write one record; returns the file's SHA-256."""
-    import torch
-
-    tokens, hidden = len(record.input_ids), states.hidden_size
-    aux = torch.empty((tokens, len(states.layer_names) * hidden), dtype=states.torch_dtype)
-    side_by_side(states, aux)
-    final = torch.empty((tokens, hidden), dtype=states.torch_dtype)
-    states.copy_into(dumpfile.POST_NORM, final)
+    input_ids, loss_mask, aux, final = tensors_of(record, states)
     content = {
-        "input_ids": torch.tensor(record.input_ids, dtype=torch.int64),
-        "loss_mask": torch.tensor(record.loss_mask, dtype=torch.int64),
+        "input_ids": input_ids,
+        "loss_mask": loss_mask,
         "hidden_states": final,
         "aux_hidden_states": aux,
         "hidden_states_prenorm": False,

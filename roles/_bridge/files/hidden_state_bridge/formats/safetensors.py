@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .files import Stored, file_hash
+from ..hashes import file_hash
+from .files import Stored
 
 if TYPE_CHECKING:
     import torch

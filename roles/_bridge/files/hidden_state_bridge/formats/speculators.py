@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from hs_capture import dumpfile
 
-from .files import Stored, file_hash
+from ..hashes import file_hash
+from .files import Stored
 
 if TYPE_CHECKING:
     from ..dumps import States
