@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -15,7 +16,7 @@ import pytest
 import zstandard
 from packing import SUFFIXES, contents, lines_of, packed, write
 
-from hidden_state_bridge import columns, pack, reading, records, scan, sources, streams
+from hidden_state_bridge import columns, pack, reading, records, scan, sources, spool, streams
 from hidden_state_bridge.errors import Refusal
 
 
@@ -233,6 +234,19 @@ def test_a_disk_that_would_be_filled_is_refused(tmp_path, monkeypatch, when):
     monkeypatch.setattr(pack.shutil, "disk_usage", lambda _path: type("usage", (), {"free": free}))
     with pytest.raises(Refusal, match=r"has 0\.07 GB free, and packing needs 0\.07 GB there; make room"):
         pack.pack({"sources": [{"name": "a", "path": path}]}, str(tmp_path / "out"))
+    assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_disk_that_fills_up_while_spooling_is_said(tmp_path, monkeypatch, cores):
+    def full(_self, _parsed):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(spool.SpoolWriter, "add", full)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 200)
+    path = write(tmp_path / "a.jsonl", rows_of(50))
+    with pytest.raises(Refusal, match=r"packing in .* failed: .*No space left on device; see to its free space"):
+        pack.pack({"sources": [{"name": "a", "path": path}]}, str(tmp_path / "out"), workers=cores)
     assert os.listdir(tmp_path / "out") == []
 
 

@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
@@ -30,12 +31,14 @@ from .packed import BLOCK_BYTES, DTYPES, FORMAT, META, ArrayWriter, PackedDatase
 from .reading import Reader
 from .scan import Scan, scan
 from .sources import Settings, Source, files_of, read_config, shuffled
+from .spool import read_spools
 
 PACK_VERSION = 2
-TOKEN_BYTES = 4
 META_SETTINGS = ("seed", "max_length", "min_tokens", "max_tokens", "missing_mask", "untrained", "vocab_size")
 # A token and its mask; the numbers of a record.
 PACKED_BYTES = (5, 32)
+# Places of records that are Python objects at a time.
+PLACES = 4096
 # Never taken from the file system that the set goes to.
 LOW_WATER_BYTES = 64 << 20
 
@@ -102,14 +105,10 @@ def _say(item: Scan) -> Scan:
 
 
 def _scan_all(sources: list[Source], work: str | None, workers: int | None) -> Iterator[Scan]:
-    with Reader(workers) as reader, contextlib.ExitStack() as stack:
+    with Reader(workers, work) as reader, contextlib.ExitStack() as stack:
         rejects: BinaryIO | None = stack.enter_context(open(os.path.join(work, "rejects"), "wb")) if work else None
-        for number, source in enumerate(sources):
-            if work is None:
-                yield scan(source, reader)
-                continue
-            spools = [stack.enter_context(open(os.path.join(work, f"{number}.{kind}"), "x+b")) for kind in ("ids", "mask")]
-            yield scan(source, reader, spools, rejects, lambda: _need_room(work, LOW_WATER_BYTES))
+        for source in sources:
+            yield scan(source, reader, rejects, (lambda: _need_room(work, LOW_WATER_BYTES)) if work else None)
 
 
 def _need_room(directory: str, size: int) -> None:
@@ -190,31 +189,27 @@ def _write(scans: list[Scan], meta: dict[str, Any], work: str, directory: str) -
     source = np.repeat(np.arange(len(scans), dtype=np.int32), [len(part) for part in chosen])[order]
     columns = {
         name: np.concatenate([getattr(item, name)[part] for item, part in zip(scans, chosen)])[order]
-        for name in ("starts", "lengths", "files", "lines")
+        for name in ("spools", "starts", "lengths", "files", "lines")
     }
     counts = {"tokens": meta["tokens"], "loss_mask": meta["tokens"], "offsets": records + 1}
     writers = {name: ArrayWriter(directory, name, counts.get(name, records)) for name in DTYPES}
-    with contextlib.ExitStack() as stack:
-        spools = [
-            [stack.enter_context(open(os.path.join(work, f"{number}.{kind}"), "rb")).fileno() for kind in ("ids", "mask")]
-            for number in range(len(scans))
-        ]
-        for number, start, length in zip(source.tolist(), columns["starts"].tolist(), columns["lengths"].tolist()):
-            ids, mask = spools[number]
-            writers["tokens"].write(_read(ids, start * TOKEN_BYTES, length * TOKEN_BYTES))
-            writers["loss_mask"].write(_read(mask, start, length))
+
+    def places() -> Iterator[tuple[int, int, int]]:
+        for begin in range(0, records, PLACES):
+            yield from zip(*(columns[key][begin : begin + PLACES].tolist() for key in ("spools", "starts", "lengths")))
+
+    def fill(name: str, kind: str) -> None:
+        for data in read_spools(work, kind, places()):
+            writers[name].write(data)
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(fill, "tokens", "ids"), threads.submit(fill, "loss_mask", "mask")]:
+            done.result()
     writers["offsets"].write(np.concatenate([[0], np.cumsum(columns["lengths"])]))
     writers["source"].write(source)
     writers["file"].write(columns["files"])
     writers["line"].write(columns["lines"])
     return {name + ".npy": writer.close() for name, writer in writers.items()}
-
-
-def _read(handle: int, start: int, size: int) -> bytes:
-    data = os.pread(handle, size, start)
-    if len(data) != size:
-        raise OSError(f"spool file ended after {len(data)} of {size} bytes")
-    return data
 
 
 def _key(

@@ -17,6 +17,7 @@ from .errors import Refusal
 from .hashes import file_hash
 from .records import Encode, Parsed, parse_lines
 from .sources import BadFile, Reject, Settings, SourceFile
+from .spool import SpoolWriter, spool
 from .streams import Span, line_blocks
 
 COLUMNAR = ("parquet", "arrow")
@@ -34,16 +35,24 @@ def _encoder(settings: Settings) -> Encode:
     return _encoders[key]
 
 
-def _parse(kind: str, block: bytes | Span, first: int, settings: Settings) -> Parsed:
+def _parse(kind: str, block: bytes | Span, first: int, settings: Settings, spools: str | None) -> Parsed:
     data = block.read() if isinstance(block, Span) else block
-    return (parse_batch if kind in COLUMNAR else parse_lines)(data, first, settings, _encoder(settings))
+    parsed = (parse_batch if kind in COLUMNAR else parse_lines)(data, first, settings, _encoder(settings))
+    if spools is not None:
+        return spool(parsed, spools)
+    parsed.ids, parsed.masks = [], []
+    return parsed
 
 
 class Reader:
-    """Parses files with one process a core; small files in this process alone. Use it as a context manager."""
+    """Parses files with one process a core; small files in this process alone. Use it as a context manager.
 
-    def __init__(self, workers: int | None = None) -> None:
+    Tokens and masks go to spool files below `spools`, or nowhere without it.
+    """
+
+    def __init__(self, workers: int | None = None, spools: str | None = None) -> None:
         self._workers = workers or _cores()
+        self._spools = spools
         self._pool: ProcessPoolExecutor | None = None
         self.sha256 = ""
 
@@ -53,6 +62,8 @@ class Reader:
     def __exit__(self, *_error: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        if self._spools is not None:
+            SpoolWriter.close(self._spools)
 
     def read(self, file: SourceFile) -> Iterator[Parsed | Reject]:
         """The records of a file in order. What is wrong with the file itself ends it with a Reject.
@@ -72,7 +83,7 @@ class Reader:
                 except (BadFile, OSError) as error:
                     held, failed = None, error
                 if held is None and not waiting:
-                    yield _parse(file.kind, block, first, file.source.settings)
+                    yield _parse(file.kind, block, first, file.source.settings, self._spools)
                     break
                 waiting.append(self._submit(file.kind, block, first, file.source.settings))
                 if len(waiting) > AHEAD * self._workers:
@@ -91,12 +102,12 @@ class Reader:
     def _submit(self, kind: str, block: bytes | Span, first: int, settings: Settings) -> Future[Parsed]:
         if self._workers == 1:
             future: Future[Parsed] = Future()
-            future.set_result(_parse(kind, block, first, settings))
+            future.set_result(_parse(kind, block, first, settings, self._spools))
             return future
         if self._pool is None:
             # Forked: a zip application cannot be imported again by a process that is started afresh.
             self._pool = ProcessPoolExecutor(self._workers, mp_context=multiprocessing.get_context("fork"))
-        return self._pool.submit(_parse, kind, block, first, settings)
+        return self._pool.submit(_parse, kind, block, first, settings, self._spools)
 
 
 def _cores() -> int:

@@ -35,9 +35,10 @@ class BadRecord(ValueError):
 class Parsed:
     """The records of one stretch of a file, cut and filtered, and what was wrong there.
 
-    ids and masks hold the tokens (int32) and masks (uint8) of all records one after the other. An entry a record:
-    lengths, full_lengths (before the cut), trained (tokens with mask 1), lines (1-based) and keys (KEY_BYTES of the hash
-    of its id, zeros where it has none). rejects: (line, reason, beginning of the text).
+    ids and masks hold the tokens (int32) and masks (uint8) of all records one after the other; once they are spooled,
+    they lie from token `start` on in the files of `spool`, and both lists are empty. An entry a record: lengths,
+    full_lengths (before the cut), trained (tokens with mask 1), lines (1-based) and keys (KEY_BYTES of the hash of its
+    id, zeros where it has none). rejects: (line, reason, beginning of the text).
     """
 
     ids: list[bytes] = field(default_factory=list)
@@ -52,6 +53,8 @@ class Parsed:
     long: int = 0
     untrained_dropped: int = 0
     rejects: list[tuple[int, str, str]] = field(default_factory=list)
+    spool: int = 0
+    start: int = 0
 
     def add(self, line: int, input_ids: np.ndarray, loss_mask: np.ndarray, key: bytes, settings: Settings) -> None:
         """Cut one record and keep it, unless the settings drop it."""

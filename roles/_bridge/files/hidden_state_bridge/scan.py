@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -15,6 +16,7 @@ from .errors import Refusal
 from .reading import Reader
 from .records import KEY_BYTES, Parsed
 from .sources import Reject, Source, SourceFile, copies, files_of
+from .spool import KINDS
 
 # Bytes spooled between two looks at the free space.
 ROOM_EVERY_BYTES = 64 << 20
@@ -23,8 +25,8 @@ ROOM_EVERY_BYTES = 64 << 20
 class Scan:
     """What the first pass learned of one source.
 
-    An entry a kept record, in the order of files and lines: starts (tokens before it in the spools), lengths, lines,
-    files (index into file_rows).
+    An entry a kept record, in the order of files and lines: spools and starts (which spool files, and tokens before it
+    there), lengths, lines, files (index into file_rows).
     """
 
     def __init__(self, source: Source) -> None:
@@ -32,7 +34,7 @@ class Scan:
         self.file_rows: list[dict[str, Any]] = []
         self.counts = dict.fromkeys(("short", "long", "untrained_dropped", "rejected"), 0)
         self.max_token_id = 0
-        self._raw = {name: array("q") for name in ("lengths", "full_lengths", "trained", "lines", "files")}
+        self._raw = {name: array("q") for name in ("lengths", "full_lengths", "trained", "lines", "files", "spools", "starts")}
         self.keys = bytearray()
         self.first_reject: Reject | None = None
 
@@ -45,7 +47,9 @@ class Scan:
         """Add the records of one stretch of a file."""
         for name in ("lengths", "full_lengths", "trained", "lines"):
             self._raw[name] += getattr(parsed, name)
-        self._raw["files"] += array("q", [file]) * len(parsed.lengths)
+        for name, value in (("files", file), ("spools", parsed.spool)):
+            self._raw[name] += array("q", [value]) * len(parsed.lengths)
+        self._raw["starts"] += array("q", accumulate(parsed.lengths[:-1], initial=parsed.start) if parsed.lengths else ())
         for name in ("short", "long", "untrained_dropped"):
             self.counts[name] += getattr(parsed, name)
         self.keys += parsed.keys
@@ -56,7 +60,7 @@ class Scan:
         columns = {name: np.frombuffer(values, dtype=np.int64) if values else np.zeros(0, np.int64) for name, values in self._raw.items()}
         self.lengths, self._full, self._trained = columns["lengths"], columns["full_lengths"], columns["trained"]
         self.lines, self.files = columns["lines"], columns["files"]
-        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.spools, self.starts = columns["spools"], columns["starts"]
         repeated = _repeated(self.keys)
         self.keys = bytearray()
         kept = np.ones(len(self.lengths), dtype=bool)
@@ -115,13 +119,12 @@ def _repeated(keys: bytearray) -> list[tuple[int, int]]:
 def scan(
     source: Source,
     reader: Reader,
-    spools: Sequence[BinaryIO] | None = None,
     rejects: BinaryIO | None = None,
     check_room: Callable[[], None] | None = None,
 ) -> Scan:
-    """Read a source once. Token ids and masks go to the two spools, skipped records to `rejects`, where they are given.
+    """Read a source once. Skipped records go to `rejects`, where it is given.
 
-    check_room is called now and then while the spools grow. Raises Refusal: at the first bad record, unless bad ones are
+    check_room is called now and then while the reader's spools grow. Raises Refusal: at the first bad record, unless bad ones are
     skipped; and for a source without a single good record among bad ones.
     """
     result = Scan(source)
@@ -144,12 +147,10 @@ def scan(
             for line, reason, text in part.rejects:
                 reject(Reject(file, line, reason, text))
             result.take(part, number)
-            if spools is not None:
-                for spool, pieces in zip(spools, (part.ids, part.masks)):
-                    unchecked += spool.write(b"".join(pieces))
-                if check_room is not None and unchecked > ROOM_EVERY_BYTES:
-                    check_room()
-                    unchecked = 0
+            unchecked += sum(part.lengths) * sum(KINDS.values())
+            if check_room is not None and unchecked > ROOM_EVERY_BYTES:
+                check_room()
+                unchecked = 0
         result.file_rows.append({"path": file.name, "sha256": reader.sha256})
     for record, first in result.close():
         reject(_same_id(result, files, record, first))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from .errors import Refusal
 from .sources import BadFile
 
@@ -17,6 +19,7 @@ BLOCK_BYTES = 4 << 20
 # A compressed piece may unfold to some thousand times its size.
 COMPRESSED_BYTES = 1 << 14
 MAX_LINE_BYTES = 64 << 20
+NEWLINE = ord("\n")
 
 
 def missing_package(name: str, purpose: str) -> Refusal:
@@ -124,7 +127,8 @@ def _spans(path: str, pieces: Iterator[bytes]) -> Iterator[tuple[int, Span]]:
             end = piece.rfind(b"\n", begin) + 1
             if end:
                 yield number, Span(path, start, position + end - start)
-                number += piece.count(b"\n", begin, end)
+                # Several times faster than bytes.count, and this runs in the one process that all others wait for.
+                number += int(np.count_nonzero(np.frombuffer(piece, dtype=np.uint8, count=end - begin, offset=begin) == NEWLINE))
                 start = position + end
             elif position + len(piece) - start > MAX_LINE_BYTES:
                 yield number, Span(path, start, MAX_LINE_BYTES + 1)
