@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Edits to a clone of a released SGLang that make the trap of partial sums visible on a CPU."""
+"""Edits to a clone of a released SGLang that make visible on a CPU what happens on GPUs: partial sums, forwards from a graph."""
 
 from __future__ import annotations
 
 import ast
 import os
 import shutil
+import textwrap
 from pathlib import Path
 
 from engines import Engine
@@ -27,6 +28,20 @@ from sglang.srt.layers.layernorm import RMSNorm
 
 LayerCommunicator.should_fuse_mlp_allreduce_with_next_layer = _leave_the_sum
 RMSNorm.forward_with_allreduce_fusion = _take_the_sum
+"""
+
+BYPASS = """
+
+{recorded}
+
+_called = DeepseekV2Model.forward
+
+
+def _called_or_recorded(self, input_ids, *rest, **named):
+    return (_recorded if len(input_ids) <= {tokens} else _called)(self, input_ids, *rest, **named)
+
+
+DeepseekV2Model.forward = _called_or_recorded
 """
 
 
@@ -58,6 +73,19 @@ def record_naive_sums(engine: Engine) -> None:
     record = f"__import__('naive_sum').record({loop.target.id}, {names[0]}, {residual}, forward_batch)\n"
     lines.insert(call.end_lineno, " " * call.col_offset + record)
     _replace(path, "".join(lines))
+
+
+def forward_as_from_a_graph(engine: Engine, tokens: int) -> None:
+    """Let batches of up to that many tokens run the layer loop as it is before a patch, as a graph that was recorded then does.
+
+    To be called before the engine is patched: the patch finds its place in the class, and this stands behind it.
+    """
+    path = engine.model_file("deepseek_v2")
+    source = path.read_text(encoding="utf-8")
+    model = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "DeepseekV2Model")
+    forward = next(node for node in model.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
+    recorded = textwrap.dedent(ast.get_source_segment(source, forward, padded=True)).replace("def forward(", "def _recorded(", 1)
+    _replace(path, source + BYPASS.format(recorded=recorded, tokens=tokens))
 
 
 def _replace(path: Path, source: str) -> None:
