@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """What capture costs: prefill rates of a patched server against those of a plain one, turn by turn, on one GPU.
 
-    python bench/capture_gpu.py [--variants unset,capture4,capture16,naive] [--graphs] [--device cpu]
+    python bench/capture_gpu.py [--variants unset,capture4,capture16,naive] [--graphs] [--ranks N] [--device cpu]
 
 The plain server stays up throughout; each variant is started beside it, and rounds alternate: plain, variant, plain, variant. Variants:
 `unset` (patched, SGLANG_HS_DUMP_DIR unset), `captureN` (N states a token, a reader taking dumps away), `naive` (the same four states,
@@ -56,11 +56,13 @@ class Bench:
 
     def start(self, name: str, memory: float, path: Path | None, environment: dict[str, str]) -> serving.Server:
         """A server that is ready and warm."""
-        command = serving.arguments(self.release, self.options.device, self.model, graphs=self.options.graphs, memory=memory)
+        command = serving.arguments(
+            self.release, self.options.device, self.model, memory=memory, graphs=self.options.graphs, ranks=self.options.ranks
+        )
         if self.options.device != "cpu":
             command += ["--load-format", "dummy"]
         else:
-            environment = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", **environment}
+            environment = {**serving.cpu_environment(self.options.ranks), **environment}
         server = serving.Server(command, self.options.logs / f"{name}.log", path=path, environment=environment)
         say(f"{name}: ready after {server.wait():.0f} s")
         serving.send(server.port, self.records[:40], self.options.concurrency, "warm-")
@@ -72,7 +74,7 @@ class Bench:
 
     def variant(self, name: str, plain: serving.Server) -> dict[str, Any]:
         """Rounds of plain and variant in turn, and what the capture counted."""
-        path = serving.make_variant(self.directory / name, self.package, naive=name == "naive")
+        path = serving.make_variant(self.directory / name, self.package, edit=serving.save_in_the_forward if name == "naive" else None)
         dumps = Path(f"/dev/shm/hs-bench-{os.getpid()}-{name}")
         environment: dict[str, str] = {}
         states = 4 if name == "naive" else int((re.match(r"capture(\d+)\Z", name) or [0, 0])[1])
@@ -140,6 +142,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=600_000, help="of a round, about")
     parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel size of all servers")
     parser.add_argument("--graphs", action="store_true", help="leave the release's prefill graphs on (for unset)")
     parser.add_argument("--model", type=Path, help="its directory; default: made here, or the demo's on the CPU")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs there")
@@ -155,7 +158,8 @@ def main() -> int:
             subprocess.run([sys.executable, serving.ROOT / "bench" / "gpu" / "make_model.py", options.model], check=True)
         bench = Bench(options, directory)
         figures: dict[str, Any] = {"sglang": bench.release, "gpu": gpu_name(options.device), "tokens": bench.tokens}
-        figures.update(records=len(bench.records), concurrency=options.concurrency, prefill_graphs=options.graphs, variants={})
+        figures.update(records=len(bench.records), concurrency=options.concurrency, ranks=options.ranks)
+        figures.update(prefill_graphs=options.graphs, variants={})
         plain = None
         try:
             plain = bench.start("plain", MEMORY[options.device][0], None, {})

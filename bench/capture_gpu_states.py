@@ -142,11 +142,11 @@ def run(options: argparse.Namespace, directory: Path) -> tuple[dict[str, Any], b
     dumps = Path(f"/dev/shm/hs-states-{os.getpid()}")
     environment = {"SGLANG_HS_DUMP_DIR": str(dumps), "SGLANG_HS_DUMP_LAYERS": layers, "SGLANG_HS_DUMP_FINAL": "both"}
     if cpu:
-        environment.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
+        environment.update(serving.cpu_environment())
     lengths = (1, 120, 3.0, 1.2) if cpu else (1, 4096, 5.3, 1.2)
     # One more seed, one more record.
     records = [serving.make_records(1, seed=seed, lengths=lengths, vocabulary=vocabulary)[0] for seed in range(options.records)]
-    command = serving.arguments(release, options.device, options.model, graphs=False, memory=0.5)
+    command = serving.arguments(release, options.device, options.model, memory=0.5)
     server = serving.Server(command, options.logs / "states.log", path=path, environment=environment)
     try:
         say(f"ready after {server.wait():.0f} s")

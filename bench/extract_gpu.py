@@ -25,34 +25,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import payload
 import serving
 from serving import ROOT, say
 
 RID_PREFIX = "hsb-"
 MEMORY = {"cuda": (0.32, 0.5), "cpu": (0.2, 0.2)}
-PAYLOAD = (ROOT / "roles" / "_bridge" / "files", ROOT / "plugins" / "module_utils")
-CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 CLAIM = {"cuda": 0.98, "cpu": 0.90}
 LEAST_SECONDS = 30
-
-
-def pack(records: list[list[int]], directory: Path) -> tuple[str, str]:
-    """A packed data set of the records; its directory and hash."""
-    source = directory / "source.jsonl"
-    with source.open("w") as stream:
-        for record in records:
-            stream.write(json.dumps({"input_ids": record, "loss_mask": [1] * len(record)}) + "\n")
-    config = {"sources": [{"name": "bench", "path": str(source)}], "max_length": max(map(len, records))}
-    done = subprocess.run(
-        [sys.executable, "-m", "hidden_state_bridge", "pack", "--config", "-", "--out-dir", str(directory / "packed")],
-        input=json.dumps(config),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, PAYLOAD), os.environ.get("PYTHONPATH", "")])},
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    packed = json.loads(done.stdout.splitlines()[-1])
-    return packed["path"], packed["meta"]["sha256"]
 
 
 def disk_rate(directory: Path, size: int = 1 << 30) -> float:
@@ -79,7 +59,7 @@ class Bench:
         lengths, vocabulary = ((4, 200, 4.0, 0.8), 500) if self.cpu else (serving.LENGTHS, 100_000)
         self.records = serving.make_records(options.tokens, lengths=lengths, vocabulary=vocabulary)
         self.tokens = sum(map(len, self.records))
-        self.dataset, self.hash = pack(self.records, directory)
+        self.packed = payload.pack(self.records, directory)
         self.dumps = Path(f"/dev/shm/hs-bench-{os.getpid()}")
         self.model = json.loads((options.model / "config.json").read_text())
         count = self.model["num_hidden_layers"]
@@ -87,9 +67,9 @@ class Bench:
 
     def start(self, name: str, memory: float, path: Path | None, environment: dict[str, str], *more: str) -> serving.Server:
         """A server that is ready and warm."""
-        command = serving.arguments(self.release, self.options.device, self.options.model, graphs=False, memory=memory)
+        command = serving.arguments(self.release, self.options.device, self.options.model, memory=memory)
         command += [] if self.cpu else ["--load-format", "dummy"]
-        environment = {**(CPU_ENVIRONMENT if self.cpu else {}), **environment}
+        environment = {**(serving.cpu_environment() if self.cpu else {}), **environment}
         server = serving.Server([*command, *more], self.options.logs / f"{name}.log", path=path, environment=environment)
         say(f"{name}: ready after {server.wait():.0f} s")
         serving.send(server.port, self.records[:40], self.options.concurrency, "warm-")
@@ -102,37 +82,16 @@ class Bench:
 
     def extract(self, server: serving.Server, output: Path) -> float:
         """Tokens a second, from the first request to the last durable manifest line."""
-        dtype = "float32" if self.cpu else "bfloat16"
-        identity = {"dataset": self.hash, "weights": "bench", "layers": self.layers, "final": "post_norm", "dtype": dtype}
-        import hs_manifest
-
-        config = {
-            "schema": 1,
-            "run": hs_manifest.run_of(identity),
-            "identity": identity,
-            "dataset": self.dataset,
-            "share": f"0-{len(self.records) - 1}",
-            "url": f"http://127.0.0.1:{server.port}",
-            "dump_dir": str(self.dumps),
-            "output_dir": str(output),
-            "format": "specforge",
-            "layers": self.layers,
-            "final": "post_norm",
-            "hidden_size": self.model["hidden_size"],
-            "dtype": dtype,
-            "concurrency": self.options.concurrency,
-        }
+        about = {"layers": self.layers, "hidden_size": self.model["hidden_size"], "dtype": "float32" if self.cpu else "bfloat16"}
+        about["concurrency"] = self.options.concurrency
         file = self.directory / "extract.json"
-        file.write_text(json.dumps(config))
-        path = os.pathsep.join([*map(str, PAYLOAD), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, "-m", "hidden_state_bridge", "extract", "--config", file]
+        file.write_text(json.dumps(payload.configuration(self.packed, len(self.records), server.port, self.dumps, output, **about)))
         with (self.options.logs / "extract.log").open("w") as log:
-            subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log, check=True)
+            payload.call("extract", "--config", file, stdout=log, stderr=log)
         status = json.loads((output / "status.json").read_text())
         if (status["state"], status["records_done"]) != ("done", len(self.records)):
             raise RuntimeError(f"the extraction ended as {status['state']}: {status['message']}")
-        verify = [sys.executable, "-m", "hidden_state_bridge", "verify", "--output-dir", output, "--all"]
-        subprocess.run(verify, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL, check=True)
+        payload.call("verify", "--output-dir", output, "--all", stdout=subprocess.DEVNULL)
         return self.tokens / status["session_seconds"]
 
     def answers(self, output: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,12 @@ def installed_sglang() -> tuple[Path, str]:
     return Path(found["package"]), found["release"]
 
 
-def make_variant(directory: Path, package: Path, *, model_file: str = "deepseek_v2.py", naive: bool = False) -> Path:
+def make_variant(
+    directory: Path, package: Path, *, model_file: str = "deepseek_v2.py", edit: Callable[[Path], object] | None = None
+) -> Path:
     """A patched copy of the installation, of hard links, in `directory`: put that first in PYTHONPATH. Returns it.
 
-    naive: with the writer of gpu/naive_writer.py in place of the collection's.
+    edit: changes the capture runtime in a copy that is made for this variant, whose directory it is given.
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -62,10 +65,9 @@ def make_variant(directory: Path, package: Path, *, model_file: str = "deepseek_
         shutil.rmtree(directory / "sglang", ignore_errors=True)
         shutil.copytree(package, directory / "sglang")
     runtime = ROOT / "plugins" / "module_utils" / "hs_capture"
-    if naive:
-        runtime = directory / "hs_capture"
-        shutil.copytree(ROOT / "plugins" / "module_utils" / "hs_capture", runtime)
-        shutil.copy(ROOT / "bench" / "gpu" / "naive_writer.py", runtime / "writer.py")
+    if edit is not None:
+        runtime = Path(shutil.copytree(runtime, directory / "hs_capture"))
+        edit(runtime)
     patcher = ROOT / "plugins" / "module_utils" / "hs_patcher.py"
     target = directory / "sglang" / "srt" / "models" / model_file
     command = [sys.executable, patcher, "apply", "--originals", directory / "originals", "--runtime", runtime, target]
@@ -73,10 +75,18 @@ def make_variant(directory: Path, package: Path, *, model_file: str = "deepseek_
     return directory
 
 
-def arguments(release: str, device: str, model: Path, *, graphs: bool, memory: float) -> list[str]:
+def save_in_the_forward(runtime: Path) -> None:
+    """Give a copy of the runtime the writer of gpu/naive_writer.py."""
+    shutil.copy(ROOT / "bench" / "gpu" / "naive_writer.py", runtime / "writer.py")
+
+
+def arguments(
+    release: str, device: str, model: Path, *, memory: float, graphs: bool = False, fusion: bool = False, ranks: int = 1
+) -> list[str]:
     """Server arguments of the benches: those of a capture server of that release, and the backends that the loads hold.
 
-    graphs: leave the release's prefill graphs on.
+    graphs: leave the release's prefill graphs on. fusion: leave all-reduce fusion as the release sets it. ranks: tensor parallel
+    size.
     """
     import sglang_flags
 
@@ -88,9 +98,18 @@ def arguments(release: str, device: str, model: Path, *, graphs: bool, memory: f
         found += ["--max-running-requests=16", "--sleep-on-idle", "--disable-custom-all-reduce"]
     else:
         found += ["--attention-backend", "triton"]
-    found += ["--mem-fraction-static", f"{memory:.2f}", "--disable-cuda-graph"]
+    found += ["--mem-fraction-static", f"{memory:.2f}", "--disable-cuda-graph", "--tp-size", str(ranks)]
     wanted = list(sglang_flags.capture_arguments(release))
-    return found + [one for one in wanted if not (graphs and "graph" in one)]
+    return found + [one for one in wanted if not (graphs and "graph" in one or fusion and "fusion" in one)]
+
+
+def cpu_environment(ranks: int = 1) -> dict[str, str]:
+    """What a server on the CPU needs besides."""
+    found = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    if ranks > 1:
+        # A core a rank: ranks that share one wait for each other.
+        found["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[:ranks]))
+    return found
 
 
 def _free_port() -> int:

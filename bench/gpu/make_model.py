@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """A model of DeepSeek-V2-Lite's shapes: its config.json, and with --weights random bf16 weights under which every layer contributes.
 
-    python make_model.py DIR [--layers 27] [--experts 64] [--weights] [--seed 0]
+    python make_model.py DIR [--layers 27] [--experts 64] [--structure v2] [--weights] [--seed 0]
 
+--structure v3 has the shapes in DeepSeek-V3's structure, which Kimi-K2.5 shares: queries by a latent, a router with sigmoid and
+correction bias. SGLang turns all-reduce fusion on by itself for that one alone.
 Without --weights, start the server with --load-format dummy: right for speed, wrong for correctness, since its layers add nothing.
 """
 
@@ -18,7 +20,23 @@ HIDDEN, HEADS, DENSE, EXPERT, VOCABULARY = 2048, 16, 10944, 1408, 102400
 LATENT, NOPE, ROPE, VALUE = 512, 128, 64, 128
 
 
-def config(layers: int, experts: int) -> dict:
+QUERY_LATENT = 768
+# What DeepSeek-V3's config.json has otherwise.
+V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": QUERY_LATENT,
+}
+STRUCTURES = {"v2": {}, "v3": V3}
+
+
+def config(layers: int, experts: int, structure: str) -> dict:
     """config.json: DeepSeek-V2-Lite, of so many layers and routed experts."""
     scaling = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
     return {
@@ -63,13 +81,18 @@ def config(layers: int, experts: int) -> dict:
         "use_cache": True,
         "v_head_dim": VALUE,
         "vocab_size": VOCABULARY,
+        **STRUCTURES[structure],
     }
 
 
-def shapes(layer: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes(layer: int, experts: int, structure: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of one layer's weights."""
-    attention = {
-        "q_proj": (HEADS * (NOPE + ROPE), HIDDEN),
+    queries = HEADS * (NOPE + ROPE)
+    if structure == "v3":
+        attention = {"q_a_proj": (QUERY_LATENT, HIDDEN), "q_a_layernorm": (QUERY_LATENT,), "q_b_proj": (queries, QUERY_LATENT)}
+    else:
+        attention = {"q_proj": (queries, HIDDEN)}
+    attention |= {
         "kv_a_proj_with_mqa": (LATENT + ROPE, HIDDEN),
         "kv_a_layernorm": (LATENT,),
         "kv_b_proj": (HEADS * (NOPE + VALUE), LATENT),
@@ -89,7 +112,7 @@ def shapes(layer: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{block}.down_proj", (HIDDEN, inner)
 
 
-def write_weights(directory: Path, layers: int, experts: int, seed: int) -> None:
+def write_weights(directory: Path, layers: int, experts: int, structure: str, seed: int) -> None:
     """One file a layer. Matrices give about what they take in, so that each layer moves the stream."""
     import torch
     from safetensors.torch import save_file
@@ -110,7 +133,11 @@ def write_weights(directory: Path, layers: int, experts: int, seed: int) -> None
             tensors = {f"{name}.weight": draw(shape) for name, shape in top.items()}
             tensors["model.embed_tokens.weight"] *= HIDDEN**0.5
         else:
-            tensors = {f"model.layers.{layer}.{name}.weight": draw(shape) for name, shape in shapes(layer, experts)}
+            tensors = {f"model.layers.{layer}.{name}.weight": draw(shape) for name, shape in shapes(layer, experts, structure)}
+            if structure == "v3" and layer > 0:
+                # Small beside the scores, so that it decides between near ones alone.
+                bias = torch.randn(experts, generator=generator, device=device) * 0.01
+                tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = bias.cpu()
         file = f"model-{layer + 1:05d}.safetensors"
         save_file(tensors, directory / file, metadata={"format": "pt"})
         index.update(dict.fromkeys(tensors, file))
@@ -122,13 +149,14 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=27)
     parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--structure", choices=STRUCTURES, default="v2")
     parser.add_argument("--weights", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
-    (options.directory / "config.json").write_text(json.dumps(config(options.layers, options.experts), indent=1))
+    (options.directory / "config.json").write_text(json.dumps(config(options.layers, options.experts, options.structure), indent=1))
     if options.weights:
-        write_weights(options.directory, options.layers, options.experts, options.seed)
+        write_weights(options.directory, options.layers, options.experts, options.structure, options.seed)
 
 
 if __name__ == "__main__":

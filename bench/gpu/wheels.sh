@@ -42,6 +42,10 @@ for package in sglang==0.5.12.post1 transformers==5.6.0 tokenizers==0.22.2 opena
 done
 kernels 0.4.2.post2 "$dir/load1/sgl_kernel.zip"
 get "$dir/load2" flashinfer-python==0.6.11.post1
+# What flashinfer.comm imports besides: without them all-reduce fusion is off, and SGLang says so in its log alone.
+for package in cuda-tile==1.7.0 nvidia-ml-py; do
+    get "$dir/load2" "$package"
+done
 mkdir -p "$dir/load2/overlay"
 get "$dir/load2/overlay" sglang==0.5.14
 get "$dir/load2/overlay" transformers==5.8.1
