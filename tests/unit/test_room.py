@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""What preflight says of a data set that does not fit, and of a file system that all hosts fill together."""
+"""What preflight says of a data set that does not fit, of a file system that all hosts fill together, and of an interpreter."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = {"one": 60_000_000, "two": 45_000_000}
+WHOLE = '{"version": "3.11", "glibc": "2.36", "machine": "x86_64", "missing": []}'
 OUTPUT = {"path": "/data/states", "network": "nfs4 filer:/export", "free": 100_000_000_000}
 
 
@@ -63,6 +64,7 @@ def test_hosts_that_share_a_file_system_need_room_for_all(evaluate, free, networ
         __extraction_before={"conflict": ""},
         __extraction_settings_check={"rc": 0},
         __extraction_output_bytes=1000,
+        __extraction_interpreter={"rc": 0, "stdout": WHOLE},
         __extraction_paths={"problems": [], "paths": [dict(OUTPUT, free=free * 10**9, network=network)]},
     )
     if not refused:
@@ -73,6 +75,37 @@ def test_hosts_that_share_a_file_system_need_room_for_all(evaluate, free, networ
         "extraction_output_dir: /data/states is on nfs4 filer:/export, where all hosts together write 106.0 GB and 100.0 GB are free"
     )
     assert problem["remedy"] == "free 6.0 GB there, or choose another file system"
+
+
+@pytest.mark.parametrize(
+    ("probe", "said"),
+    [
+        ({"rc": 0, "stdout": WHOLE}, []),
+        ({"rc": 0, "stdout": WHOLE.replace("[]", '["orjson"]')}, []),
+        ({"rc": 0, "stdout": WHOLE.replace("[]", '["torch"]')}, ["/opt/python has no torch"]),
+        (
+            {"rc": 0, "stdout": WHOLE.replace("[]", '["orjson"]').replace("2.36", "")},
+            ["/opt/python lacks orjson, and is not one that wheels"],
+        ),
+        ({"rc": 127, "msg": "[Errno 2] No such file"}, ["/opt/python cannot run: [Errno 2] No such file"]),
+        ({"skipped": True}, []),
+    ],
+)
+def test_an_interpreter_that_packages_cannot_be_brought_for_is_refused(evaluate, probe, said):
+    found = evaluate(
+        last_task("extraction", "preflight"),
+        "extraction_problems",
+        extraction_output_dir="/data/states",
+        extraction_dump_dir="/data/dumps",
+        extraction_min_free_bytes=1_000_000_000,
+        extraction_python="/opt/python",
+        __extraction_before={"conflict": ""},
+        __extraction_settings_check={"rc": 0},
+        __extraction_output_bytes=1000,
+        __extraction_interpreter=probe,
+        __extraction_paths={"problems": [], "paths": [dict(OUTPUT, network="")]},
+    )["one"]
+    assert len(found) == len(said) and all(problem["what"].startswith(text) for problem, text in zip(found, said))
 
 
 @pytest.mark.parametrize(

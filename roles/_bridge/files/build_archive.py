@@ -18,7 +18,18 @@ import sys
 import tempfile
 import zipfile
 
-MAIN = "import sys\n\nfrom hidden_state_bridge.__main__ import main\n\nsys.exit(main())\n"
+# Packages that the host's interpreter lacks lie beside the archive; whatever it has itself comes first.
+MAIN = """import os
+import sys
+
+beside = os.path.join(os.path.dirname(os.path.abspath(sys.path[0])), "packages", sys.implementation.cache_tag)
+if os.path.isdir(beside):
+    sys.path += [os.path.join(beside, name) for name in sorted(os.listdir(beside))]
+
+from hidden_state_bridge.__main__ import main
+
+sys.exit(main())
+"""
 SUFFIXES = {".py", ".j2"}
 
 
