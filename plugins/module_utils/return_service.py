@@ -242,7 +242,8 @@ def run(state_dir, name):
 
 def main():
     if len(sys.argv) != 3:
-        sys.exit("usage: return.pyz STATE_DIR NAME")
+        print("usage: return.pyz STATE_DIR NAME", file=sys.stderr)
+        sys.exit(2)
     try:
         sys.exit(run(*sys.argv[1:]))
     except pr.RecordError as error:

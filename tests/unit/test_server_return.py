@@ -6,7 +6,10 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from ansible.module_utils.testing import patch_module_args
@@ -16,6 +19,7 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import return_
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_return as sr
 from ansible_collections.hidden_state.bridge.plugins.modules import server_return as module
 
+ROOT = Path(__file__).resolve().parents[2]
 CAPTURE, SERVING, UNREADABLE = {rs.GATE: "/dumps"}, {"PATH": "/bin"}, None
 
 
@@ -56,6 +60,16 @@ def service(environment=SERVING, state="running", pid=7):
 )
 def test_what_is_to_be_done(before, phase, found, action):
     assert rs.decide(before, phase, found) == action
+
+
+def test_the_program_needs_nothing_but_python(tmp_path):
+    build = [sys.executable, "-B", ROOT / "roles/_bridge/files/build_archive.py", tmp_path]
+    package = "ansible_collections.hidden_state.bridge.plugins"
+    build += [f"--main={package}.module_utils.return_service", f"--under={package}", ROOT / "plugins/module_utils"]
+    archive = subprocess.run(build, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    done = subprocess.run([sys.executable, "-I", "-S", "-B", archive, tmp_path, "sglang"], cwd="/", stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and "asks for no return by itself" in done.stdout
+    assert subprocess.run([sys.executable, "-I", "-S", "-B", archive], cwd="/", stderr=subprocess.DEVNULL).returncode == 2
 
 
 ORDER = {
