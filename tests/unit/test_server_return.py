@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,18 @@ def test_the_program_needs_nothing_but_python(tmp_path):
     done = subprocess.run([sys.executable, "-I", "-S", "-B", archive, tmp_path, "sglang"], cwd="/", stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0 and "asks for no return by itself" in done.stdout
     assert subprocess.run([sys.executable, "-I", "-S", "-B", archive], cwd="/", stderr=subprocess.DEVNULL).returncode == 2
+
+
+@pytest.mark.parametrize("name", ["hs_progress", "sglang_flags"])
+def test_a_module_that_also_runs_outside_of_the_collection_finds_its_neighbours_in_an_archive(name):
+    """Python 3.9 gives a module in an archive, such as Ansible sends to a host, no __package__ while it is loaded."""
+    loaded = types.ModuleType(f"ansible_collections.hidden_state.bridge.plugins.module_utils.{name}")
+    loaded.__package__ = None
+    with pytest.warns(ImportWarning):
+        exec((ROOT / f"plugins/module_utils/{name}.py").read_text(), loaded.__dict__)
+    neighbour = {"hs_progress": "hs_manifest", "sglang_flags": "release_key"}[name]
+    found = loaded.__dict__[neighbour]
+    assert getattr(found, "__module__", found.__name__).startswith("ansible_collections.")
 
 
 ORDER = {
