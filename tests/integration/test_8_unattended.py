@@ -19,7 +19,7 @@ import pytest
 import hs_manifest
 from stand_in_site import StandInSite
 
-AFTER = 3
+AFTER = 5
 # Several looks of the host beyond the time that it gives a play.
 LONG = AFTER + 5
 
