@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from ansible.errors import AnsibleConnectionFailure, AnsibleError
@@ -66,12 +67,15 @@ class ActionModule(ActionBase):
         return dict(result, failed=True, msg=message)
 
     def _watch(self, args, host, task_vars):
-        begun = time.monotonic()
+        begun, playbook = time.monotonic(), os.getppid()
         what = args["message"] or args["module"]
         tolerate = {state: int(number) for state, number in args["tolerate"].items()}
         fail_on = set(args["fail_on"]) | {"unreachable"}
         shown, shown_at, polls, repeated, bad = None, 0.0, 0, 0, None
         while True:
+            # A playbook that is killed leaves its workers behind. Looks of theirs would be taken for those of a play.
+            if os.getppid() != playbook:
+                return self._failure({"changed": False, "polls": polls}, what, "the playbook is gone")
             found = self._poll(args, task_vars)
             polls += 1
             found.pop("invocation", None)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 
-if __package__:
+# Python 3.9 loads a module from an archive before it says __package__.
+if "." in __name__:
     from . import hs_manifest
 else:
     import hs_manifest

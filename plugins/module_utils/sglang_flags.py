@@ -9,7 +9,8 @@ PRIVATE to the collection. tests/releases/test_flags.py holds the tables against
 
 from __future__ import annotations
 
-if __package__:
+# Python 3.9 loads a module from an archive before it says __package__.
+if "." in __name__:
     from .sglang_release import release_key
 else:
     from sglang_release import release_key

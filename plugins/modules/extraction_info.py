@@ -15,7 +15,7 @@ author:
   - hidden_state.bridge contributors (@hidden-state-bridge)
 attributes:
   check_mode:
-    description: The module changes nothing and does the same in check mode.
+    description: The module changes nothing, and in check mode leaves O(attended) alone.
     support: full
   diff_mode:
     description: There is nothing to show.
@@ -43,6 +43,15 @@ options:
   dump_dir:
     description: The directory where the server's capture leaves dumps. With it, RV(capture) says what the capture counted.
     type: path
+  attended:
+    description:
+      - File of the server's return by itself, where there is one. It is set to say that a play looks on, which holds that return off.
+      - An extractor that is at work needs no more than that; O(attended_for) counts once it has ended.
+    type: path
+  attended_for:
+    description: Seconds for which the host counts as looked on after a look at an extraction that has ended.
+    type: int
+    default: 0
   manager:
     description: The service manager of the extractor. Used with O(name).
     type: str
@@ -159,6 +168,7 @@ import time
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_manifest, hs_progress, service_query
+from ansible_collections.hidden_state.bridge.plugins.module_utils.attended import attend
 from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture.counters import read_counters
 
 
@@ -171,6 +181,8 @@ def main():
             "format": {"type": "list", "elements": "str"},
             "config": {"type": "path"},
             "dump_dir": {"type": "path"},
+            "attended": {"type": "path"},
+            "attended_for": {"type": "int", "default": 0},
             "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor"], "default": "auto"},
             "name": {"type": "str"},
             "state_dir": {"type": "path", "default": "/var/lib/hidden_state_bridge"},
@@ -187,6 +199,10 @@ def main():
             asked = [module.params[key] for key in ("manager", "name", "state_dir")]
             service = service_query.query(*asked)["state"]
         found = hs_progress.observe(path, run, service, module.params["format"])
+        if module.params["attended"] and not module.check_mode:
+            # Before its extractor is at work a server may be held off for longer.
+            lives = found["state"] in ("starting", "running")
+            attend(module.params["attended"], 0 if lives else module.params["attended_for"], lower=lives)
     except service_query.ServiceError as error:
         module.fail_json(msg=str(error))
     except (OSError, hs_manifest.ManifestError) as error:

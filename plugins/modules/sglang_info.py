@@ -181,6 +181,11 @@ before:
   description: State (serving, stopped, absent) that the server was recorded to have before it was first changed.
   returned: always
   type: str
+returns:
+  description: One line on whether, when and how the host brings its server back by itself. Empty where there is nothing to say of it.
+  returned: always
+  type: str
+  sample: returned to serving by itself at 2026-01-31T05:12:40Z
 port_holders:
   description: Processes that listen on the port without belonging to the service.
   returned: always
@@ -195,7 +200,7 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_limits as limits
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
-from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_tokenizer
+from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_tokenizer, server_return
 from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_found as found
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_place as place_of
@@ -242,6 +247,7 @@ def gather(params):
     release = place["release"]
     key = params["api_key"] or api_key_of(service["pid"])
     strangers = [holder for holder in hp.port_holders(params["port"], params["host"]) if holder["pid"] not in service["processes"]]
+    capturing = bool((service["environment"] or {}).get(GATE))
     result = {
         "release": release,
         "python": place["python"],
@@ -260,6 +266,7 @@ def gather(params):
         "health": probe.health("http://%s:%d" % (params["host"], params["port"]), key)[0],
         "before": found.state_before(params["state_dir"], params["name"]),
         "port_holders": strangers,
+        "returns": server_return.line(server_return.Return(params["state_dir"], params["name"]), capturing, time.time()),
     }
     result["patched"] = is_patched(result["model_file"])
     if not is_found:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
@@ -88,3 +89,23 @@ def test_the_counters_of_the_capture_are_told(ask, tmp_path):
         assert "12.3 GB waiting 2 waits for memory (1 m 15 s) 1 given up" in line
         assert line.endswith(end)
         assert found["capture"]["forwards"] == 3
+
+
+def test_a_look_says_that_a_play_looks_on(ask, tmp_path):
+    """It shortens the time for which a play holds the return off only where the extractor is at work."""
+    out, attended = str(tmp_path / "host"), tmp_path / "attended"
+    hm.claim_directory(out, hm.run_of(IDENTITY))
+    ask(output_dir=out, attended=str(attended))
+    assert not attended.exists(), "no return is asked for"
+    attended.touch()
+
+    def look(was, **more):
+        os.utime(attended, (time.time() + was,) * 2)
+        ask(output_dir=out, attended=str(attended), **more)
+        return round(attended.stat().st_mtime - time.time(), -2)
+
+    assert look(-900) == 0 and look(900) == 900 and look(0, attended_for=3600) == 3600
+    assert look(-900, _ansible_check_mode=True) == -900
+    lock = hm.Lock(out)
+    assert look(900) == 0 and look(-900, attended_for=3600) == 0
+    lock.close()

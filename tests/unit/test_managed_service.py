@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
-from ansible_collections.hidden_state.bridge.plugins.modules import managed_service
+from ansible_collections.hidden_state.bridge.plugins.module_utils import service_worker
 
 
 class Outcome(Exception):
@@ -72,11 +72,11 @@ class FakeManager:
 
 
 def work(monkeypatch, manager, **params):
-    monkeypatch.setattr(managed_service.service_control, "of", lambda *_args: manager)
-    monkeypatch.setattr(managed_service.sq, "query", manager.look)
-    monkeypatch.setattr(managed_service, "REAP_SECONDS", 0.5)
+    monkeypatch.setattr(service_worker.service_control, "of", lambda *_args: manager)
+    monkeypatch.setattr(service_worker.sq, "query", manager.look)
+    monkeypatch.setattr(service_worker, "REAP_SECONDS", 0.5)
     with pytest.raises(Outcome) as caught:
-        managed_service.Worker(FakeModule(**params)).run()
+        service_worker.Worker(FakeModule(**params)).run()
     return caught.value
 
 
@@ -137,12 +137,12 @@ def test_a_port_is_waited_for_within_bounds(monkeypatch):
         listener.listen()
         port = listener.getsockname()[1]
         clock = iter(range(100))
-        monkeypatch.setattr(managed_service.time, "monotonic", lambda: next(clock))
-        monkeypatch.setattr(managed_service.time, "sleep", lambda _seconds: None)
+        monkeypatch.setattr(service_worker.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(service_worker.time, "sleep", lambda _seconds: None)
         outcome = work(monkeypatch, manager, port=port, port_timeout=5)
         assert outcome.failed and "port %d is taken and was not left within 5 s: pid %d: " % (port, os.getpid()) in outcome.values["msg"]
         assert manager.told == []
-        monkeypatch.setattr(managed_service.time, "sleep", lambda _seconds: listener.close())
+        monkeypatch.setattr(service_worker.time, "sleep", lambda _seconds: listener.close())
         outcome = work(monkeypatch, manager, port=port, port_timeout=5)
     assert not outcome.failed and manager.told == ["start"]
 
@@ -162,7 +162,7 @@ def test_a_process_that_a_stop_leaves_on_the_gpus_is_told(monkeypatch, child):
     rows = [{"pid": child.pid, "gpu": "GPU-a", "command": "python"}, {"pid": 77, "gpu": "GPU-a", "command": "monitor"}]
     left = {"pid": 99, "gpu": "GPU-a", "command": "sglang::scheduler"}
     manager = FakeManager(child)
-    monkeypatch.setattr(managed_service.gpus, "compute_processes", lambda: [rows[1], left] if manager.told else rows)
+    monkeypatch.setattr(service_worker.gpus, "compute_processes", lambda: [rows[1], left] if manager.told else rows)
     outcome = work(monkeypatch, manager, state="stopped")
     assert outcome.failed and "its GPUs are still used: pid 99: sglang::scheduler" in outcome.values["msg"]
     assert "monitor" not in outcome.values["msg"]
@@ -170,7 +170,7 @@ def test_a_process_that_a_stop_leaves_on_the_gpus_is_told(monkeypatch, child):
 
 def test_a_server_is_not_started_into_what_an_earlier_one_left(monkeypatch):
     rows = [{"pid": 2**22 + 1, "gpu": "GPU-a", "command": "sglang::scheduler"}]
-    monkeypatch.setattr(managed_service.gpus, "compute_processes", lambda: rows)
+    monkeypatch.setattr(service_worker.gpus, "compute_processes", lambda: rows)
     manager = FakeManager()
     outcome = work(monkeypatch, manager)
     assert outcome.failed and "not started" in outcome.values["msg"] and "sglang::scheduler" in outcome.values["msg"]

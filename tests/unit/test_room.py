@@ -50,23 +50,38 @@ def evaluate(tmp_path):
     return run
 
 
+def problems(evaluate, **variables) -> dict:
+    """What preflight of the extraction says where nothing else is wrong."""
+    fine = {
+        "extraction_output_dir": "/data/states",
+        "extraction_dump_dir": "/data/dumps",
+        "extraction_min_free_bytes": 1_000_000_000,
+        "extraction_unattended_after": 600,
+        "extraction_watch_interval": 5,
+        "__extraction_before": {"conflict": ""},
+        "__extraction_settings_check": {"rc": 0},
+        "__extraction_output_bytes": 1000,
+        "__extraction_paths": {"problems": [], "paths": [dict(OUTPUT, network="")]},
+    }
+    return evaluate(last_task("extraction", "preflight"), "extraction_problems", **{**fine, **variables})
+
+
+@pytest.mark.parametrize(("after", "refused"), [(0, False), (29, True), (30, False), ("600", False)])
+def test_a_host_that_would_not_wait_for_a_late_play_is_refused(evaluate, after, refused):
+    found = problems(evaluate, extraction_unattended_after=after)["one"]
+    assert [problem["what"].partition(":")[0] for problem in found] == refused * [
+        "extraction_unattended_after is 29 s, and a play looks on every 5 s"
+    ]
+    assert not refused or found[0]["remedy"] == "set it to 0, or to 30 or more"
+
+
 @pytest.mark.parametrize(
     ("free", "network", "refused"), [(100, "nfs4 filer:/export", True), (107, "nfs4 filer:/export", False), (100, "", False)]
 )
 def test_hosts_that_share_a_file_system_need_room_for_all(evaluate, free, network, refused):
     """60 and 45 GB at 1,000 bytes a token, and 1 GB that stays free: each alone fits into 100 GB."""
-    found = evaluate(
-        last_task("extraction", "preflight"),
-        "extraction_problems",
-        extraction_output_dir="/data/states",
-        extraction_dump_dir="/data/dumps",
-        extraction_min_free_bytes=1_000_000_000,
-        __extraction_before={"conflict": ""},
-        __extraction_settings_check={"rc": 0},
-        __extraction_output_bytes=1000,
-        __extraction_interpreter={"rc": 0, "stdout": WHOLE},
-        __extraction_paths={"problems": [], "paths": [dict(OUTPUT, free=free * 10**9, network=network)]},
-    )
+    paths = {"problems": [], "paths": [dict(OUTPUT, free=free * 10**9, network=network)]}
+    found = problems(evaluate, __extraction_paths=paths)
     if not refused:
         assert found == {"one": [], "two": []}
         return

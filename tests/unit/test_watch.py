@@ -100,6 +100,13 @@ def test_a_module_that_fails_ends_it(shown):
     assert result["failed"] and result["msg"] == "no such unit"
 
 
+def test_a_worker_whose_playbook_was_killed_looks_no_more(shown, monkeypatch):
+    parents = iter([7, 7, 7, 1])
+    monkeypatch.setattr(watch.os, "getppid", lambda: next(parents))
+    result = run([WAITING], message="the server")
+    assert (result["polls"], result["msg"]) == (2, "the server: the playbook is gone")
+
+
 def test_check_mode_waits_for_nothing(shown):
     result = run([WAITING], check_mode=True)
     assert result["skipped"] and not result["changed"]

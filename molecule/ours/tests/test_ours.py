@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 import pytest
 import yaml
 
 sys.path.append(os.path.join(os.environ["MOLECULE_PROJECT_DIRECTORY"], "tests"))
 
-from container_host import CAPTURE, GATE, ROOT, ContainerHost
+from container_host import CAPTURE, GATE, PATIENCE, ROOT, ContainerHost
 
 KEY, TOKEN = "sk-never-to-be-seen", "hf-nor-this"
 # Files that hold a secret, each with its mode and whether somebody else than root comes as far as to it.
@@ -68,6 +69,24 @@ def test_a_flag_that_is_wrong_gives_the_server_back(server):
     assert "does not know --no-such-flag" in output and "This host is as it was before: patch out, server serving" in output
     assert server.recap(output)["failed"] == 1
     assert server.started() == before and server.answers()
+
+
+def test_a_host_that_is_left_alone_goes_back(server):
+    """The controller goes away before the extractor has begun, and no play comes any more."""
+    before = server.started()
+    begins = "TASK [hidden_state.bridge.extraction : Run the extractor as a service]"
+    with pytest.raises(AssertionError, match="ended with -9"):
+        server.play("playbooks/extract.yml", {"extraction_unattended_after": 12}, at=(begins, 1, server.kill_controller))
+    assert GATE in server.seen()["environment"]
+    journal = server.host.file("/var/lib/hidden_state_bridge/server/sglang/returned.json")
+    deadline = time.monotonic() + PATIENCE
+    while not (journal.exists and journal.contains('"returned"')):
+        assert time.monotonic() < deadline, server.host.run("journalctl -n 60 --no-pager -u hidden-state-return-sglang").stdout
+        time.sleep(2)
+    assert server.answers() and server.started() == before
+    assert not server.host.file("/run/systemd/system/sglang.service.d/50-hidden-state-bridge.conf").exists
+    assert "returned to serving by itself at" in server.play("playbooks/status.yml")
+    server.host.check_output("rm -rf /srv/hidden_states")
 
 
 def test_secrets_are_seen_nowhere(server):
