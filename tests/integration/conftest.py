@@ -25,6 +25,8 @@ MODEL = pathlib.Path(os.environ.get("HSB_MODEL", ROOT / ".cache" / "tiny-model")
 BIN = pathlib.Path(sys.executable).parent
 # Seconds for one playbook, on a machine that does other things too.
 PATIENCE = 1200
+# What takes many minutes.
+drill = pytest.mark.skipif(os.environ.get("DRILLS") != "all", reason="a drill of many minutes; DRILLS=all runs it, as `make drills` does")
 RECAP = re.compile(r"^one +: ok=(\d+) +changed=(\d+) +unreachable=(\d+) +failed=(\d+)", re.MULTILINE)
 
 

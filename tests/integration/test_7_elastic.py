@@ -12,7 +12,7 @@ import tempfile
 
 import pytest
 
-from conftest import ENGINE
+from conftest import ENGINE, drill
 from fleet import Fleet, failed
 
 HOSTS = "abc"
@@ -21,9 +21,7 @@ PILOT = 300
 RECORDS_A_SOURCE = 60
 SOURCES = 8
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("FLEET") != "all", reason="several servers at once; FLEET=all runs it, as `make drills` does"
-)
+pytestmark = drill
 
 
 @pytest.fixture(scope="module")

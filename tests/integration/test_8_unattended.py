@@ -17,6 +17,7 @@ import time
 import pytest
 
 import hs_manifest
+from conftest import drill
 from stand_in_site import StandInSite
 
 AFTER = 5
@@ -129,6 +130,7 @@ def test_the_host_serves_again_once_the_extraction_has_ended_and_no_play_looks_o
     assert site.seen() == before and site.journal() == {}
 
 
+@drill
 def test_nothing_is_done_by_itself_while_a_play_changes_the_server_and_nothing_after_it(site):
     site.ours()
     site.play("serving")
@@ -148,7 +150,7 @@ def test_nothing_is_done_by_itself_while_a_play_changes_the_server_and_nothing_a
     assert site.seen() == before
 
 
-@pytest.mark.parametrize("phase", ["returning", "started"])
+@pytest.mark.parametrize("phase", ["returning", pytest.param("started", marks=drill)])
 def test_a_crash_in_the_middle(site, phase):
     """While the server that captures, and is deaf to SIGTERM, is stopped; while the one that serves is loading."""
     site.start(site.command(), STAND_IN="ready=4", STAND_IN_CAPTURE="deaf")
@@ -164,6 +166,7 @@ def test_a_crash_in_the_middle(site, phase):
     assert site.is_over() and site.watchdog() != first
 
 
+@drill
 def test_a_server_that_the_operator_stopped_stays_down(site):
     site.ours()
     site.play("serving")
@@ -183,6 +186,7 @@ def test_a_server_that_the_operator_stopped_stays_down(site):
     assert site.seen()["environment"] == before["environment"] and not site.is_capturing()
 
 
+@drill
 def test_a_server_that_did_not_run_before_is_stopped_and_taken_away(site):
     site.ours()
     site.play("capture")
@@ -193,6 +197,7 @@ def test_a_server_that_did_not_run_before_is_stopped_and_taken_away(site):
     assert "returned to absent by itself" in site.run("playbooks/status.yml")
 
 
+@drill
 def test_a_server_that_does_not_come_back_is_told_and_the_next_play_mends_it(site):
     site.variables["sglang_server_health_timeout"] = 4
     site.ours()
