@@ -61,6 +61,7 @@ def problems(evaluate, **variables) -> dict:
         "__extraction_before": {"conflict": ""},
         "__extraction_settings_check": {"rc": 0},
         "__extraction_output_bytes": 1000,
+        "__extraction_interpreter": {"rc": 0, "stdout": WHOLE},
         "__extraction_paths": {"problems": [], "paths": [dict(OUTPUT, network="")]},
     }
     return evaluate(last_task("extraction", "preflight"), "extraction_problems", **{**fine, **variables})
@@ -107,19 +108,7 @@ def test_hosts_that_share_a_file_system_need_room_for_all(evaluate, free, networ
     ],
 )
 def test_an_interpreter_that_packages_cannot_be_brought_for_is_refused(evaluate, probe, said):
-    found = evaluate(
-        last_task("extraction", "preflight"),
-        "extraction_problems",
-        extraction_output_dir="/data/states",
-        extraction_dump_dir="/data/dumps",
-        extraction_min_free_bytes=1_000_000_000,
-        extraction_python="/opt/python",
-        __extraction_before={"conflict": ""},
-        __extraction_settings_check={"rc": 0},
-        __extraction_output_bytes=1000,
-        __extraction_interpreter=probe,
-        __extraction_paths={"problems": [], "paths": [dict(OUTPUT, network="")]},
-    )["one"]
+    found = problems(evaluate, extraction_python="/opt/python", __extraction_interpreter=probe)["one"]
     assert len(found) == len(said) and all(problem["what"].startswith(text) for problem, text in zip(found, said))
 
 
