@@ -105,11 +105,12 @@ molecule: $(VENV)/.molecule ## the same job in a container with systemd; SCENARI
 	molecule test --scenario-name $(SCENARIO)
 
 .PHONY: drills
-drills: $(VENV)/.molecule $(VENV)/.test engine ## every release of SGLang, as source and as server, a fleet that loses and gains hosts, and every molecule scenario but the default one
+drills: $(VENV)/.molecule $(VENV)/.test engine ## every release of SGLang, as source and as server, a fleet that loses and gains hosts, 200 crashes of an extraction, and every molecule scenario but the default one
 	$(MAKE) matrix RELEASES=all
 	$(MAKE) releases SERVERS=all
 	PLAYS=all python -m pytest tests/unit/test_output_role.py --verbose $(PYTEST_ARGS)
 	FLEET=all python -m pytest tests/integration/test_7_elastic.py --capture=no --verbose $(PYTEST_ARGS)
+	FAULTS=$${FAULTS:-200} python -m pytest tests/integration/test_8_crashes.py --capture=no --verbose $(PYTEST_ARGS)
 	@for scenario in $$(cd molecule && ls -d */ | tr -d / | grep -v -x default); do molecule test --scenario-name "$$scenario"; done
 
 .PHONY: sanity
