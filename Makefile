@@ -105,11 +105,11 @@ molecule: $(VENV)/.molecule ## the same job in a container with systemd; SCENARI
 	molecule test --scenario-name $(SCENARIO)
 
 .PHONY: drills
-drills: $(VENV)/.molecule $(VENV)/.test engine ## every release of SGLang, as source and as server, a fleet that loses and gains hosts, hosts that are left alone, and every molecule scenario but the default one
+drills: $(VENV)/.molecule $(VENV)/.test engine ## every release of SGLang, as source and as server, a fleet that loses and gains hosts, hosts that are left alone, 200 crashes of an extraction, and every molecule scenario but the default one
 	$(MAKE) matrix RELEASES=all
 	$(MAKE) releases SERVERS=all
 	PLAYS=all python -m pytest tests/unit/test_output_role.py --verbose $(PYTEST_ARGS)
-	DRILLS=all python -m pytest tests/integration/test_[7-9]_*.py --capture=no --verbose $(PYTEST_ARGS)
+	DRILLS=all FAULTS=$${FAULTS:-200} python -m pytest tests/integration/test_[7-9]_*.py --capture=no --verbose $(PYTEST_ARGS)
 	@for scenario in $$(cd molecule && ls -d */ | tr -d / | grep -v -x default); do molecule test --scenario-name "$$scenario"; done
 
 .PHONY: sanity

@@ -98,7 +98,8 @@ def fsync_directory(path):
 
 def write_json(path, value, mode=0o600, gid=-1, durable=True):
     """Replace the file at once: readers see the old content or all of the other one."""
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".%s.tmp-" % os.path.basename(path))
+    suffix = ".tmp-%d" % os.getpid()
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".%s." % os.path.basename(path), suffix=suffix)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             os.fchmod(handle, mode)
@@ -147,7 +148,7 @@ def claim_directory(path, run, mode=0o700, gid=-1, kind=EXTRACTION):
     marker = read_json(os.path.join(path, MARKER))
     if marker is None:
         # A marker that was being written when its writer died leaves only its temporary file.
-        ours = ".%s.tmp-" % MARKER
+        ours = ".%s." % MARKER
         foreign = sorted(name for name in os.listdir(path) if name != LOCK and not name.startswith(ours))
         if foreign:
             raise ManifestError(

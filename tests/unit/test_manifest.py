@@ -9,9 +9,11 @@ import random
 import time
 
 import pytest
+from forked import KILLED, at_step, forked, kill
 
 import hs_manifest as hm
 import hs_progress
+from hidden_state_bridge.store import leftovers
 
 IDENTITY = {"dataset": "d", "weights": "w", "layers": [1, 3, 4], "final": "post_norm", "dtype": "float32"}
 RUN = hm.run_of(IDENTITY)
@@ -238,6 +240,24 @@ def test_status_is_replaced_at_once(out):
         hm.write_json(str(out / hm.STATUS), {"state": object()})
     assert hm.read_json(str(out / hm.STATUS)) == {"state": "running"}
     assert not list(out.glob(".status*"))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda out: hm.write_json(str(out / hm.STATUS), {"state": "running"}), lambda out: hm.write_lines(str(out / hm.MANIFEST), [])],
+    ids=["status", "manifest"],
+)
+def test_a_writer_that_is_killed_leaves_nothing_but_what_is_known_as_left_over(out, write):
+    status, steps = forked(lambda: at_step(0, kill, lambda: write(out)))
+    assert status == 0
+    left = 0
+    for step in range(1, int(steps) + 1):
+        assert forked(lambda step=step: at_step(step, kill, lambda: write(out)))[0] == KILLED
+        for path in leftovers(str(out)):
+            os.unlink(path)
+            left += 1
+        assert set(os.listdir(out)) <= {hm.MARKER, hm.RUN, hm.STATUS, hm.MANIFEST}
+    assert left
 
 
 def write_status(out, state, **more):

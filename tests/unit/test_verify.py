@@ -70,6 +70,7 @@ def test_a_flipped_byte_is_found_by_all_and_by_a_sample_that_meets_it(out, capsy
         (lambda out: file(out, 3).write_bytes(b"x"), 3, "has 1 bytes, the manifest says otherwise"),
         (lambda out: (out / "specforge/rows_0-2000/data_99.ckpt").write_bytes(b""), None, "is not in the manifest"),
         (lambda out: (out / "specforge/rows_0-2000/.data_9.ckpt.tmp-77").write_bytes(b""), None, "that was killed"),
+        (lambda out: (out / ".manifest.jsonl.tmp-77").write_bytes(b""), None, "that was killed"),
         (lambda out: (out / hm.MANIFEST).open("a").write('{"id":'), None, "its last line is torn (6 bytes)"),
         (lambda out: (out / hm.MANIFEST).open("a").write("{}\n"), None, "line 21 is not valid"),
         (
@@ -108,6 +109,7 @@ def test_repair_puts_what_is_bad_back_into_the_plan_and_touches_nothing_else(out
     file(out, 5).write_bytes(b"\xff" + file(out, 5).read_bytes()[1:])
     (out / "specforge/rows_0-2000/data_99.ckpt").write_bytes(b"")
     (out / "specforge/rows_0-2000/.data_9.ckpt.tmp-77").write_bytes(b"")
+    (out / ".status.json.abc_1.tmp-77").write_bytes(b"")
     (out / "specforge/notes.txt").write_text("a foreign file")
     with (out / hm.MANIFEST).open("a") as stream:
         stream.write('{"id":')
@@ -116,7 +118,7 @@ def test_repair_puts_what_is_bad_back_into_the_plan_and_touches_nothing_else(out
     result = json.loads(capsys.readouterr().out)
     assert [problem["file"] for problem in result["problems"]] == ["specforge/notes.txt"]
     assert {problem["id"] for problem in result["repaired"]} == {None, 3, 4, 5}
-    assert len(result["repaired"]) == 6
+    assert len(result["repaired"]) == 7
     (out / "specforge/notes.txt").unlink()
     result = verify(str(out), None)
     assert result["ok"] and result["records"] == RECORDS - 3

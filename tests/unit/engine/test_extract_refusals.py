@@ -10,6 +10,7 @@ import signal
 import pytest
 from extractor_process import RECORDS
 from fake_server import FakeServer
+from small_tmpfs import fill, small_tmpfs
 
 import hs_manifest
 from hidden_state_bridge import dumps
@@ -273,6 +274,26 @@ def test_a_full_output_file_system_names_the_record_and_loses_nothing(site, monk
         monkeypatch.undo()
         site.run(url=server.url)
     site.check_complete()
+
+
+@pytest.mark.parametrize("when", ["before it starts", "as it starts"])
+def test_an_output_file_system_without_a_byte_left_is_said_and_loses_nothing(site, when, monkeypatch, capsys):
+    from hidden_state_bridge import extract
+    from hidden_state_bridge.__main__ import main
+
+    with FakeServer(site.dumps) as server, small_tmpfs(site.output.parent, "2m"):
+        site.run(url=server.url, share="0-4")
+        site.config_file.write_text(json.dumps({**site.config, "url": server.url}))
+        filler, planned = site.output.parent / "filler", extract.Extraction._need_space
+        if when == "before it starts":
+            fill(filler)
+        monkeypatch.setattr(extract.Extraction, "_need_space", lambda self: planned(self) or fill(filler))
+        assert main(["extract", "--config", str(site.config_file)]) == 2
+        assert "No space left on device" in capsys.readouterr().err
+        monkeypatch.undo()
+        filler.unlink()
+        site.run(url=server.url)
+        site.check_complete()
 
 
 def test_a_manifest_that_cannot_be_written_stops_before_the_next_line(site, monkeypatch):

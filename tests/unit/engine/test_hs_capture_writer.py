@@ -11,12 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import dumping
 import pytest
 import torch
+from small_tmpfs import small_tmpfs
 
 from hs_capture import dumpfile, guards, writer
 from hs_capture.settings import Settings
@@ -202,18 +202,6 @@ def test_pieces_after_a_failed_one_are_not_written(tmp_path: Path) -> None:
     # The rid may be used again, from its beginning.
     forward(to, ("hsb-a", 5))
     assert dumping.names(to, tmp_path) == ["hsb-a.0.safetensors", "hsb-a.error.json"]
-
-
-@contextlib.contextmanager
-def small_tmpfs(path: Path, size: str) -> Iterator[None]:
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", path], check=False, stderr=subprocess.PIPE)
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", path], check=True)
 
 
 def test_a_full_file_system_is_an_error_marker(tmp_path: Path) -> None:

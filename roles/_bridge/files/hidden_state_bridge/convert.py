@@ -294,7 +294,7 @@ def run_conversion(config: ConvertConfig) -> int:
         return conversion.end()
     except Refusal as error:
         if conversion.progress is not None:
-            conversion.progress.write("failed", str(error))
+            conversion.progress.write_last("failed", str(error))
         raise
     finally:
         conversion.close()

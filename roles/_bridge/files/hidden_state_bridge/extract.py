@@ -370,10 +370,7 @@ class Extraction:
             self._lock.close()
 
     def _last(self, state: str, message: str) -> None:
-        try:
-            self.progress.write(state, message)
-        except OSError as error:
-            say(f"status.json cannot be written: {error}")
+        self.progress.write_last(state, message)
         say(f"{state}: {self.progress.line}{'; ' + message if message else ''}")
 
 
@@ -384,14 +381,14 @@ def run_service(config: ExtractConfig) -> int:
     try:
         try:
             extraction.prepare()
+            say(f"run {config.run}: {len(extraction.order):,} records to do; {extraction.progress.line}")
+            asyncio.run(extraction.run())
         except OSError as error:
             raise ConfigError(f"{error}; mend that and start again") from error
-        say(f"run {config.run}: {len(extraction.order):,} records to do; {extraction.progress.line}")
-        asyncio.run(extraction.run())
         return extraction.end()
     except Refusal as error:
         if extraction.progress is not None:
-            extraction.progress.write("failed", str(error))
+            extraction.progress.write_last("failed", str(error))
         raise
     finally:
         extraction.close()

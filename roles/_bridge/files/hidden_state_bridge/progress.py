@@ -100,6 +100,13 @@ class Progress:
         for wrong in self.telling.tell(status, self.line, ended) if self.telling is not None else ():
             say(wrong)
 
+    def write_last(self, state: str, message: str) -> None:
+        """As `write`; where the file system has no room even for that, the log says so."""
+        try:
+            self.write(state, message)
+        except OSError as error:
+            say(f"status.json cannot be written: {error}")
+
     def _rate(self) -> None:
         status = self.status
         if status["state"] not in ("running", "done", "failed", "stopped"):

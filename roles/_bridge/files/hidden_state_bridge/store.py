@@ -137,7 +137,8 @@ def _fsync(path: str) -> None:
 
 
 def files_below(output_dir: str) -> Iterator[str]:
-    """Files below the format directories, relative to the output directory."""
+    """Files below the format directories, and temporary files beside the manifest, relative to the output directory."""
+    yield from (name for name in os.listdir(output_dir) if dumpfile.temporary_pid(name) is not None)
     for name in FORMATS:
         for directory, _directories, files in os.walk(os.path.join(output_dir, name)):
             for file in files:
@@ -145,7 +146,7 @@ def files_below(output_dir: str) -> Iterator[str]:
 
 
 def leftovers(output_dir: str) -> Iterator[str]:
-    """Paths of temporary files below the format directories, as a killed extractor leaves them."""
+    """Paths of temporary files in an output directory, as a killed extractor leaves them."""
     for file in files_below(output_dir):
         if dumpfile.temporary_pid(os.path.basename(file)) is not None:
             yield os.path.join(output_dir, file)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file system that is soon full."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def small_tmpfs(path: Path, size: str) -> Iterator[None]:
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", path], check=False, stderr=subprocess.PIPE)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def fill(path: Path) -> None:
+    """Let the file `path` take every block that its file system has free."""
+    with path.open("ab", buffering=0) as stream:
+        try:
+            while stream.write(bytes(4096)):
+                pass
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
