@@ -34,7 +34,8 @@ PROBE_SECONDS = 10
 
 def say(text):
     """A line for the service's log."""
-    print(text, flush=True)
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 class _Done(Exception):
@@ -241,11 +242,12 @@ def run(state_dir, name):
 
 
 def main():
+    """The exit status."""
     if len(sys.argv) != 3:
-        print("usage: return.pyz STATE_DIR NAME", file=sys.stderr)
-        sys.exit(2)
+        sys.stderr.write("usage: return.pyz STATE_DIR NAME\n")
+        return 2
     try:
-        sys.exit(run(*sys.argv[1:]))
+        return run(*sys.argv[1:])
     except pr.RecordError as error:
         say(str(error))
-        sys.exit(1)
+        return 1
