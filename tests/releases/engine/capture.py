@@ -170,3 +170,16 @@ def differences(dumps: dict[str, tuple[dict, dict]], states: dict[str, dict]) ->
             worst[name] = max(worst.get(name, 0.0), (mine - want).abs().max().item())
             largest[name] = max(largest.get(name, 0.0), want.abs().max().item())
     return {name: worst[name] / largest[name] for name in worst}
+
+
+def rows_beyond(tolerance: float, dumps: dict[str, tuple[dict, dict]], states: dict[str, dict]) -> list[str]:
+    """Lines that say which rows differ by more: what tells a wrong row, a wrong record and a server that computes otherwise apart."""
+    found = []
+    for rid, (_metadata, tensors) in dumps.items():
+        for name, mine in tensors.items():
+            largest = max(named[name].abs().max().item() for named in states.values())
+            apart = (mine - states[rid][name]).abs().amax(dim=1) / largest
+            rows = (apart > tolerance).nonzero().flatten().tolist()
+            if rows:
+                found.append(f"{rid} {name}: {len(rows)} of {len(mine)} rows, to {apart.max():.1e}, the first {rows[:5]}")
+    return found
