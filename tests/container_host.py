@@ -70,7 +70,12 @@ class ContainerHost:
     def begin(self, playbook: str, extra: dict | None = None, arguments: tuple[str, ...] = ()) -> subprocess.Popen:
         """Start a playbook of the checkout, for this host alone."""
         command = [Path(sys.executable).parent / "ansible-playbook", ROOT / playbook, "-i", os.environ["MOLECULE_INVENTORY_FILE"]]
-        environment = {**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "playbooks/collections")}
+        environment = {
+            **os.environ,
+            "ANSIBLE_NOCOLOR": "1",
+            "ANSIBLE_FORCE_COLOR": "0",
+            "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "playbooks/collections"),
+        }
         command += ["--limit", self.name, "-e", json.dumps(extra or {}), *arguments]
         return subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
