@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.request
 
-from conftest import ROOT, free_port
+from conftest import ENGINE, ROOT, free_port
 
 sys.path.append(str(ROOT / "tests" / "unit"))
 
@@ -75,6 +75,8 @@ class StandInSite:
             "extraction_code_dir": here["state"],
             "extraction_dump_dir": here["dumps"],
             "extraction_min_free_bytes": 1 << 20,
+            # The stand-in needs no torch, and an extractor does.
+            "extraction_python": str(ENGINE / "bin" / "python"),
         }
 
     def ours(self) -> None:
