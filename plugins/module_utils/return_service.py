@@ -25,7 +25,6 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_
 from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import api_key_of
 from ansible_collections.hidden_state.bridge.plugins.module_utils.service_worker import Worker
 
-GATE = "SGLANG_HS_DUMP_DIR"
 # Between the end of a process and its next start by the manager, an extractor looks ended.
 LOOKS = 2
 TRIES = 3
@@ -82,7 +81,7 @@ def decide(before, phase, service):
     before: the state to return to, None where a play has returned to it. phase: state of the journal. service: as of service_query.query.
     """
     runs = service["pid"] is not None
-    capturing = bool(runs and (service["environment"] or {}).get(GATE))
+    capturing = runs and layer.captures(service["environment"])
     if before is None:
         return "forget"
     if service["state"] == "stopping":

@@ -24,6 +24,12 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process
 RUN_DIR = "/run/hidden_state_bridge"
 UNITS_DIR = "/run/systemd/system"
 DROPIN = "50-hidden-state-bridge.conf"
+GATE = "SGLANG_HS_DUMP_DIR"
+
+
+def captures(environment):
+    """Whether a process with that environment captures; not where the environment could not be read (None)."""
+    return bool(environment and environment.get(GATE))
 
 
 # -- records --------------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ def container_layer(record, argv, environment, tag, package):
     command_file, variables = container_files(service)
     copy = source_copy(service)
     model_file = "srt/models/deepseek_v2.py"
-    dumps = environment["SGLANG_HS_DUMP_DIR"]
+    dumps = environment[GATE]
     # The patcher lays the runtime beside the file that it patches.
     parts = [part for part in (model_file, "srt/hs_capture") if os.path.exists(os.path.join(copy, part))]
     mounts = [(os.path.join(copy, part), os.path.join(package, part), True) for part in parts] + [(dumps, dumps, False)]

@@ -18,7 +18,6 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import server_
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_release as sr
 
-GATE = "SGLANG_HS_DUMP_DIR"
 # What the patcher needs of a release beside the model file, to know which one it is.
 _COPIED = ("srt/models/deepseek_v2.py", "version.py", "_version.py")
 
@@ -38,7 +37,7 @@ def own_place(params):
 def found_place(located, service, params):
     """The same of a found server, from its process in serving mode or from its record."""
     record = pr.read(found.record_path(params["state_dir"], params["name"]))
-    capturing = service["environment"] is not None and service["environment"].get(GATE)
+    capturing = layer.captures(service["environment"])
     if service["pid"] is not None and not capturing:
         record = layer.make_record(located, service)
     elif record is None:

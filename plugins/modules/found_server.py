@@ -122,7 +122,6 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import server_
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_layer as layer
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
 
-GATE = "SGLANG_HS_DUMP_DIR"
 REAP_SECONDS = 10.0
 # A shell in which somebody typed the command starts nothing again, nor does what holds that shell.
 SHELLS = ("sh", "bash", "dash", "zsh", "fish")
@@ -134,7 +133,7 @@ def record(params, located, check_mode):
     service = found.service_of(located, params)
     path = found.record_path(params["state_dir"], params["name"])
     known = pr.read(path)
-    capturing = service["environment"] is not None and service["environment"].get(GATE)
+    capturing = layer.captures(service["environment"])
     if capturing or (known and service["pid"] is None):
         return layer.read_record(params["state_dir"], params["name"]), False
     made = layer.make_record(located, service)
@@ -166,7 +165,7 @@ def lay(params, made, check_mode):
     elif capture:
         files = layer.container_layer(made, argv, environment, tag, params["package"])
         if not check_mode:
-            os.makedirs(environment[GATE], mode=0o700, exist_ok=True)
+            os.makedirs(environment[layer.GATE], mode=0o700, exist_ok=True)
         changed = layer.lay_files(files, check_mode)
         result.update(tag=tag, container_command=layer.container_files(service)[0])
     else:

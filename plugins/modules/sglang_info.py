@@ -203,6 +203,7 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import host_pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_tokenizer, server_return
 from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_found as found
+from ansible_collections.hidden_state.bridge.plugins.module_utils import server_layer as layer
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_place as place_of
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_flags as sf
@@ -212,14 +213,13 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture.lay
 from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import api_key_of
 
 SHOWN_PREFIX = "SGLANG_HS_"
-GATE = "SGLANG_HS_DUMP_DIR"
 PATCH_MARK = b"# hidden_state.bridge begin "
 
 
 def service_facts(seen):
     """What may be shown of a service, and its mode."""
     environment = seen["environment"]
-    mode = "unknown" if seen["pid"] is None or environment is None else "capture" if environment.get(GATE) else "serving"
+    mode = "unknown" if seen["pid"] is None or environment is None else "capture" if layer.captures(environment) else "serving"
     facts = {key: seen[key] for key in ("manager", "name", "state", "pid", "since", "detail")}
     facts["argv"] = hp.masked(seen["argv"])
     facts["environment"] = {key: value for key, value in (environment or {}).items() if key.startswith(SHOWN_PREFIX)}
@@ -247,7 +247,7 @@ def gather(params):
     release = place["release"]
     key = params["api_key"] or api_key_of(service["pid"])
     strangers = [holder for holder in hp.port_holders(params["port"], params["host"]) if holder["pid"] not in service["processes"]]
-    capturing = bool((service["environment"] or {}).get(GATE))
+    capturing = layer.captures(service["environment"])
     result = {
         "release": release,
         "python": place["python"],

@@ -17,11 +17,12 @@ from ansible.module_utils.testing import patch_module_args
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_manifest as hm
 from ansible_collections.hidden_state.bridge.plugins.module_utils import return_service as rs
+from ansible_collections.hidden_state.bridge.plugins.module_utils import server_layer as layer
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_return as sr
 from ansible_collections.hidden_state.bridge.plugins.modules import server_return as module
 
 ROOT = Path(__file__).resolve().parents[2]
-CAPTURE, SERVING, UNREADABLE = {rs.GATE: "/dumps"}, {"PATH": "/bin"}, None
+CAPTURE, SERVING, UNREADABLE = {layer.GATE: "/dumps"}, {"PATH": "/bin"}, None
 
 
 def service(environment=SERVING, state="running", pid=7):
