@@ -151,11 +151,7 @@ def main() -> int:
         directory = Path(name)
         options.logs = options.logs or directory
         options.logs.mkdir(parents=True, exist_ok=True)
-        if options.model is None and options.device == "cpu":
-            options.model = serving.ROOT / ".cache" / "tiny-model"
-        elif options.model is None:
-            options.model = directory / "model"
-            subprocess.run([sys.executable, serving.ROOT / "bench" / "gpu" / "make_model.py", options.model], check=True)
+        options.model = serving.model_of(options.model, options.device, directory)
         bench = Bench(options, directory)
         figures: dict[str, Any] = {"sglang": bench.release, "gpu": gpu_name(options.device), "tokens": bench.tokens}
         figures.update(records=len(bench.records), concurrency=options.concurrency, ranks=options.ranks)

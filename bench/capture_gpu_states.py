@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -40,23 +39,11 @@ LEAST_CONTRIBUTION = 0.1
 
 def capture(port: int, dumps: Path, records: list[list[int]], concurrency: int, stem: str) -> list[dict[str, Any]]:
     """States of all records by tensor name, float32 on the CPU; token ids are checked."""
-    import torch
-
-    from hs_capture import dumpfile
-
     serving.send(port, records, concurrency, stem)
-    serving.counters(dumps)
-    captured = []
-    for number, record in enumerate(records):
-        marker = dumps / dumpfile.error_name(f"{stem}{number}")
-        if marker.exists():
-            raise RuntimeError(f"record {number}: {dumpfile.read_error(marker)}")
-        path = dumps / dumpfile.dump_name(f"{stem}{number}", 0)
-        _metadata, tensors = dumpfile.read_dump(path)
-        if not torch.equal(tensors.pop(dumpfile.INPUT_IDS), torch.tensor(record)):
-            raise RuntimeError(f"{path.name} has other token ids than record {number} of {len(record)} tokens")
-        captured.append({name: tensor.float() for name, tensor in tensors.items()})
-        path.unlink()
+    captured = serving.take_dumps(dumps, records, stem)
+    for number, states in enumerate(captured):
+        if isinstance(states, str):
+            raise RuntimeError(f"record {number}: {states}")
     return captured
 
 
@@ -130,12 +117,7 @@ def run(options: argparse.Namespace, directory: Path) -> tuple[dict[str, Any], b
     package, release = serving.installed_sglang()
     path = serving.make_variant(directory / "patched", package)
     cpu = options.device == "cpu"
-    if options.model is None and cpu:
-        options.model = serving.ROOT / ".cache" / "tiny-model"
-    elif options.model is None:
-        options.model = directory / "model"
-        make = [sys.executable, serving.ROOT / "bench" / "gpu" / "make_model.py", options.model, "--weights"]
-        subprocess.run([*make, "--layers", "12", "--experts", "16"], check=True)
+    options.model = serving.model_of(options.model, options.device, directory, "--weights", "--layers", "12", "--experts", "16")
     about = json.loads((options.model / "config.json").read_text())
     count, vocabulary = about["num_hidden_layers"], about["vocab_size"]
     layers = ",".join(map(str, sorted({0, 1, count // 2 - 1, count - 4, count - 1})))

@@ -24,7 +24,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -37,7 +36,7 @@ import payload
 import serving
 from capture_gpu import gpu_name
 from capture_gpu_states import LEAST_CONTRIBUTION, contribution, distance
-from serving import ROOT, say
+from serving import say
 
 # The last layer is the stream that the norm weighs column by column: its distance differs from the final state's by some per cent.
 RIGHT_FACTOR, STEP_FACTOR = 1.25, 1.5
@@ -97,25 +96,8 @@ class Bench:
         return found
 
     def _take(self, server: serving.Server, records: list[list[int]], concurrency: int, stem: str) -> list[dict[str, Any] | str]:
-        import torch
-
-        from hs_capture import dumpfile
-
         serving.send(server.port, records, concurrency, stem)
-        serving.counters(self.dumps)
-        taken: list[dict[str, Any] | str] = []
-        for number, record in enumerate(records):
-            marker = self.dumps / dumpfile.error_name(f"{stem}{number}")
-            if marker.exists():
-                taken.append(dumpfile.read_error(marker)["reason"])
-                continue
-            path = self.dumps / dumpfile.dump_name(f"{stem}{number}", 0)
-            _metadata, tensors = dumpfile.read_dump(path)
-            if not torch.equal(tensors.pop(dumpfile.INPUT_IDS), torch.tensor(record)):
-                raise RuntimeError(f"{path.name} has other token ids than record {number} of {len(record)} tokens")
-            taken.append({name: tensor.float() for name, tensor in tensors.items()})
-            path.unlink()
-        return taken
+        return serving.take_dumps(self.dumps, records, stem)
 
     def canary(self, server: serving.Server) -> tuple[bool, str]:
         """Whether the extractor's canary lets this server begin, and what it says."""
@@ -267,12 +249,8 @@ def main() -> int:
         directory = Path(name)
         options.logs = options.logs or directory
         options.logs.mkdir(parents=True, exist_ok=True)
-        if options.model is None and options.device == "cpu":
-            options.model = ROOT / ".cache" / "tiny-model"
-        elif options.model is None:
-            options.model = directory / "model"
-            make = [sys.executable, ROOT / "bench" / "gpu" / "make_model.py", options.model, "--weights", "--structure", "v3"]
-            subprocess.run([*make, "--layers", "12", "--experts", "16"], check=True)
+        made = ("--weights", "--structure", "v3", "--layers", "12", "--experts", "16")
+        options.model = serving.model_of(options.model, options.device, directory, *made)
         bench = Bench(options, directory)
         try:
             figures, wrong = measure(bench, options)

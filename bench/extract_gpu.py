@@ -27,7 +27,7 @@ from typing import Any
 
 import payload
 import serving
-from serving import ROOT, say
+from serving import say
 
 RID_PREFIX = "hsb-"
 MEMORY = {"cuda": (0.32, 0.5), "cpu": (0.2, 0.2)}
@@ -175,11 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
         directory = Path(name)
         options.logs = options.logs or directory
         options.logs.mkdir(parents=True, exist_ok=True)
-        if options.model is None and options.device == "cpu":
-            options.model = ROOT / ".cache" / "tiny-model"
-        elif options.model is None:
-            options.model = directory / "model"
-            subprocess.run([sys.executable, ROOT / "bench" / "gpu" / "make_model.py", options.model], check=True)
+        options.model = serving.model_of(options.model, options.device, directory)
         bench = Bench(options, directory)
         try:
             figures = measure(bench, options, Path(output))

@@ -112,6 +112,16 @@ def cpu_environment(ranks: int = 1) -> dict[str, str]:
     return found
 
 
+def model_of(asked: Path | None, device: str, directory: Path, *made: str) -> Path:
+    """The model that was asked for; without one the demo's on the CPU, or one that gpu/make_model.py makes below `directory`, as `made` says."""
+    if asked is not None:
+        return asked
+    if device == "cpu":
+        return ROOT / ".cache" / "tiny-model"
+    subprocess.run([sys.executable, ROOT / "bench" / "gpu" / "make_model.py", directory / "model", *made], check=True)
+    return directory / "model"
+
+
 def _free_port() -> int:
     """A free port: below the system's own choices, since 0.5.12 listens 10,000 higher too."""
     for port in random.sample(range(20000, 30000), 100):
@@ -260,6 +270,31 @@ class Reader:
         """End the process."""
         self._stop.set()
         self._process.join(10)
+
+
+def take_dumps(directory: Path, records: list[list[int]], stem: str) -> list[dict[str, Any] | str]:
+    """Of each record that `send` sent its states by tensor name, float32 on the CPU, or the reason of its error marker.
+
+    Token ids are checked (RuntimeError), and dumps that were read are removed.
+    """
+    import torch
+
+    from hs_capture import dumpfile
+
+    counters(directory)
+    taken: list[dict[str, Any] | str] = []
+    for number, record in enumerate(records):
+        marker = directory / dumpfile.error_name(f"{stem}{number}")
+        if marker.exists():
+            taken.append(dumpfile.read_error(marker)["reason"])
+            continue
+        path = directory / dumpfile.dump_name(f"{stem}{number}", 0)
+        _metadata, tensors = dumpfile.read_dump(path)
+        if not torch.equal(tensors.pop(dumpfile.INPUT_IDS), torch.tensor(record)):
+            raise RuntimeError(f"{path.name} has other token ids than record {number} of {len(record)} tokens")
+        taken.append({name: tensor.float() for name, tensor in tensors.items()})
+        path.unlink()
+    return taken
 
 
 def counters(directory: Path) -> dict[str, Any]:
