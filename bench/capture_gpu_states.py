@@ -81,9 +81,9 @@ def compare(alone: list[dict[str, Any]], together: list[dict[str, Any]], bounds:
     return result
 
 
-def plant(together: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """The captured states with one fault, in one layer alone."""
-    name = next(iter(together[0]))
+def plant(together: list[dict[str, Any]], name: str, kind: str) -> list[dict[str, Any]]:
+    """The captured states of one layer, with one fault."""
+    together = [{name: one[name]} for one in together]
     faulty = [dict(one) for one in together]
     order = sorted(range(len(together)), key=lambda number: len(together[number][name]))
     if kind == "row shift":
@@ -142,9 +142,10 @@ def run(options: argparse.Namespace, directory: Path) -> tuple[dict[str, Any], b
     figures["states"] = compare(alone, together, bounds)
     figures["contribution"] = contribution(alone)
     figures["planted_found"] = {}
+    name = next(iter(alone[0]))
+    one_layer = [{name: one[name]} for one in alone]
     for kind in ("row shift", "swapped requests", "one row of another"):
-        found = compare(alone, plant(together, kind), bounds)
-        figures["planted_found"][kind] = not all(one["ok"] for one in found.values())
+        figures["planted_found"][kind] = not compare(one_layer, plant(together, name, kind), bounds)[name]["ok"]
     good = all(one["ok"] for one in figures["states"].values()) and all(figures["planted_found"].values())
     return figures, good and min(figures["contribution"].values()) > LEAST_CONTRIBUTION
 

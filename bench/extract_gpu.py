@@ -112,7 +112,9 @@ async def _answers(port: int, records: list[list[int]], concurrency: int, output
 
     gate = asyncio.Semaphore(concurrency)
     output.mkdir()
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+    # Writing such an answer as JSON takes the server longer than it keeps an idle connection.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), connector=connector) as session:
 
         async def one(number: int) -> None:
             body = {"input_ids": records[number], "return_hidden_states": True, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}

@@ -72,13 +72,16 @@ class FingerprintWriter:
         self._directory = directory
         self._rank = rank
         self._signs = Signs()
+        self._open: FingerprintSheet | None = None
 
     def reserve(self, pieces: list[Piece]) -> FingerprintSheet:
         """A sheet for the pieces of a forward."""
-        return FingerprintSheet(pieces, self._signs)
+        self._open = FingerprintSheet(pieces, self._signs)
+        return self._open
 
     def submit(self, sheet: FingerprintSheet) -> None:
         """Write a file for each piece; a failure is logged, never raised: the canary misses the file."""
+        self._open = None
         try:
             # Not before it is asked for: most ranks never write.
             if isinstance(self._directory, str):
@@ -92,7 +95,10 @@ class FingerprintWriter:
             logger.exception("fingerprints of rank %d could not be written", self._rank)
 
     def drop(self, sheet: FingerprintSheet, error: NotCapturable | CaptureRefused) -> None:
-        """Give up all pieces of a sheet."""
+        """Give up all pieces of a sheet, unless it was handed over already."""
+        if sheet is not self._open:
+            return
+        self._open = None
         for piece in sheet.pieces:
             self.fail(piece.rid, error)
 

@@ -72,6 +72,17 @@ def test_every_rank_says_the_same_of_complete_states(tmp_path: Path) -> None:
             assert size == pytest.approx(float(tensors[name].norm()) / HIDDEN**0.5, rel=0.9)
 
 
+def test_only_a_forward_that_did_not_end_is_said_to_lack_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    group = Group(tmp_path)
+    group.forward(batch(("hsb-fp-a", 0, 3)))
+    group.forward(batch(("hsb-fp-b", 0, 3)))
+    assert "no fingerprints" not in caplog.text
+    for rank in group.ranks:
+        rank.begin(batch(("hsb-fp-c", 0, 3)))
+    group.forward(batch(("hsb-fp-d", 0, 3)))
+    assert caplog.text.count("has no fingerprints of hsb-fp-c: the forward ended without passing") == RANKS - 1
+
+
 def test_a_partial_sum_shows_in_its_layer_alone(tmp_path: Path) -> None:
     group = Group(tmp_path)
     group.forward(batch(("hsb-fp-a", 0, 9)), partial=3)

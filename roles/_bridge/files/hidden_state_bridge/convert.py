@@ -164,6 +164,7 @@ class Conversion:
             signal.signal(number, self._stop)
         workers = config.workers or min(8, os.cpu_count() or 1)
         writer = hs_manifest.ManifestWriter(config.output_dir, access.file_mode, access.gid)
+        self.progress.begin()
         self.progress.write("running")
         written = logged = time.monotonic()
         pending: dict[Future[dict[str, Any]], int] = {}
@@ -271,7 +272,7 @@ class Conversion:
             message = f"{status['failed_total']:,} records failed, the first is record {first['record']}: {first['reason']}"
         else:
             state, message, code = "done", "", 0
-        self.progress.write(state, message)
+        self.progress.write_last(state, message)
         print(f"{state}: {self.progress.line}{'; ' + message if message else ''}", flush=True)
         return code
 

@@ -132,6 +132,7 @@ class Extraction:
         free = free_bytes(config.dump_dir)
         self._capacity = int(min(free, dumps.limit(config.dump_dir) or free) * DUMP_ROOM)
         self._writer = hs_manifest.ManifestWriter(config.output_dir, self.access.file_mode, self.access.gid)
+        self.progress.begin()
         self.progress.write("running")
         with ThreadPoolExecutor(workers, "convert") as self._pool, ThreadPoolExecutor(1, "manifest") as self._appender:
             background = [loop.create_task(self._record_entries()), loop.create_task(self._report())]

@@ -64,11 +64,14 @@ class Progress:
         }
 
     def plan(self, records_done: int, tokens_done: int, records_total: int, tokens_total: int) -> None:
-        """Set where this start begins; the rate counts from here."""
+        """Set where this start begins."""
+        self.status.update(records_done=records_done, tokens_done=tokens_done, records_total=records_total, tokens_total=tokens_total)
+
+    def begin(self) -> None:
+        """The rate and the seconds count from here: the first record is next."""
         self._began = time.monotonic()
         self._window.clear()
         self._window.append((self._began, 0))
-        self.status.update(records_done=records_done, tokens_done=tokens_done, records_total=records_total, tokens_total=tokens_total)
 
     def finished(self, entry: dict[str, Any]) -> None:
         """Count a record whose manifest line is durable."""
