@@ -6,8 +6,9 @@
 
 The plain server stays up throughout; each variant is started beside it, and rounds alternate: plain, variant, plain, variant. Variants:
 `unset` (patched, SGLANG_HS_DUMP_DIR unset), `captureN` (N states a token, a reader taking dumps away), `naive` (the same four states,
-copied in the loop and saved in the forward). The last line is one JSON object; `of_plain` is the ratio of the medians. Exit status 1
-where a dump is missing. gpu/wheels.sh says what the host needs; --device cpu plays the same on the demo's engine, for the flow alone.
+copied in the loop and saved in the forward). With --graphs the batches are small enough for the graphs, and `batches_from_graphs`
+says which share of them ran so. The last line is one JSON object; `of_plain` is the ratio of the medians. Exit status 1 where a dump is
+missing. gpu/wheels.sh says what the host needs; --device cpu plays the same on the demo's engine, for the flow alone.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class Bench:
                     self.check(name, reader.take(len(self.records), 60), f"{RID_PREFIX}{number}-")
                 say(f"{name}: {rates[-1]:,.0f} tok/s, plain {plain_rates[-1]:,.0f}")
             result: dict[str, Any] = {
+                "batches_from_graphs": server.batches_from_graphs(),
                 "tokens_per_second": [round(rate) for rate in rates],
                 "plain_tokens_per_second": [round(rate) for rate in plain_rates],
                 "of_plain": round(statistics.median(rates) / statistics.median(plain_rates), 4),
@@ -140,13 +142,14 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--variants", default="unset,capture4,capture16,naive")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=600_000, help="of a round, about")
+    parser.add_argument("--tokens", type=int, help="of a round, about; default: 600,000 a rank")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel size of all servers")
     parser.add_argument("--graphs", action="store_true", help="leave the release's prefill graphs on (for unset)")
     parser.add_argument("--model", type=Path, help="its directory; default: made here, or the demo's on the CPU")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs there")
     options = parser.parse_args()
+    options.tokens = options.tokens or 600_000 * options.ranks
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         options.logs = options.logs or directory

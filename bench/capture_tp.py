@@ -87,6 +87,8 @@ class Bench:
         command = serving.arguments(self.release, self.options.device, self.options.model, memory=0.6, fusion=fusion, ranks=ranks)
         server = serving.Server(command, self.options.logs / f"{name}.log", path=path, environment=environment)
         say(f"{name}: ready after {server.wait():.0f} s")
+        # The first batches of a kind build their kernels.
+        serving.send(server.port, [*self.groups["short"][:2], *self.groups["long"][:2]], 1, "warm-")
         return server
 
     def capture(self, server: serving.Server) -> dict[str, list[dict[str, Any] | str]]:

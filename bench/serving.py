@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import queue
 import random
+import re
 import shutil
 import signal
 import socket
@@ -27,6 +28,8 @@ ENGINE_PYTHON = ROOT / ".cache" / "sglang-cpu" / "venv" / "bin" / "python"
 sys.path[:0] = [str(ROOT / "plugins" / "module_utils")]
 
 READY_SECONDS = 400
+# Tokens of a batch that SGLang replays as a graph, at most.
+LARGEST_GRAPH = 2048
 # Shortest and longest record, and the logarithms' mean and deviation: 272 records of 601,276 tokens for seed 7.
 LENGTHS = (64, 8192, 7.4, 0.85)
 
@@ -85,8 +88,8 @@ def arguments(
 ) -> list[str]:
     """Server arguments of the benches: those of a capture server of that release, and the backends that the loads hold.
 
-    graphs: leave the release's prefill graphs on. fusion: leave all-reduce fusion as the release sets it. ranks: tensor parallel
-    size.
+    graphs: leave the release's prefill graphs on, and no batch larger than they are. fusion: leave all-reduce fusion as the
+    release sets it. ranks: tensor parallel size.
     """
     import sglang_flags
 
@@ -100,7 +103,8 @@ def arguments(
         found += ["--attention-backend", "triton"]
     found += ["--mem-fraction-static", f"{memory:.2f}", "--disable-cuda-graph", "--tp-size", str(ranks)]
     wanted = list(sglang_flags.capture_arguments(release))
-    return found + [one for one in wanted if not (graphs and "graph" in one or fusion and "fusion" in one)]
+    found += [one for one in wanted if not (graphs and "graph" in one or fusion and "fusion" in one)]
+    return found + (["--chunked-prefill-size", str(LARGEST_GRAPH)] if graphs else [])
 
 
 def cpu_environment(ranks: int = 1) -> dict[str, str]:
@@ -170,6 +174,11 @@ class Server:
     def tail(self) -> str:
         """The end of its log."""
         return self.log.read_bytes()[-6000:].decode("utf-8", "replace")
+
+    def batches_from_graphs(self) -> float | None:
+        """The share of prefill batches that its log says were replayed from a graph; None where it says nothing of graphs."""
+        said = re.findall(r"Prefill batch.*cuda graph: (True|False)", self.log.read_text(errors="replace"))
+        return round(said.count("True") / len(said), 3) if said else None
 
     def stop(self) -> None:
         """Stop it and its workers, which share its process group."""
