@@ -17,6 +17,8 @@ export ANSIBLE_COLLECTIONS_PATH := $(CURDIR)/playbooks/collections:$(HOME)/.ansi
 export PATH := $(BIN):$(PATH)
 
 SCENARIO ?= default
+# Unit tests at once.
+JOBS ?= $(shell n=$$(nproc) && echo $$((n < 8 ? n : 8)))
 PYTEST_ARGS ?=
 
 .PHONY: help
@@ -76,8 +78,8 @@ $(ENGINE_PYTEST)/.done: requirements/engine-test.txt | engine
 
 .PHONY: unit
 unit: $(VENV)/.test engine $(ENGINE_PYTEST)/.done ## unit tests, with the engine's interpreter where they need torch
-	python -m pytest tests/unit --ignore tests/unit/engine $(PYTEST_ARGS)
-	PYTHONPATH=$(ENGINE_PYTEST) $(ENGINE)/venv/bin/python -m pytest tests/unit/engine $(PYTEST_ARGS)
+	python -m pytest tests/unit --ignore tests/unit/engine --numprocesses $(JOBS) $(PYTEST_ARGS)
+	PYTHONPATH=$(ENGINE_PYTEST) $(ENGINE)/venv/bin/python -m pytest tests/unit/engine --numprocesses $(JOBS) $(PYTEST_ARGS)
 
 $(TRAINERS)/.done: requirements/trainers.txt | engine
 	@echo "== installing $<"
