@@ -17,7 +17,7 @@ export ANSIBLE_COLLECTIONS_PATH := $(CURDIR)/playbooks/collections:$(HOME)/.ansi
 export PATH := $(BIN):$(PATH)
 
 SCENARIO ?= default
-# Unit tests at once.
+# Tests at once, where none is in another's way.
 JOBS ?= $(shell n=$$(nproc) && echo $$((n < 8 ? n : 8)))
 PYTEST_ARGS ?=
 
@@ -100,7 +100,8 @@ releases: engine $(ENGINE_PYTEST)/.done ## real servers of several releases agai
 
 .PHONY: e2e
 e2e: $(VENV)/.test engine ## the end-to-end test on the real engine
-	python -m pytest tests/integration --capture=no --verbose $(PYTEST_ARGS)
+	python -m pytest tests/integration/test_[458]_*.py --numprocesses $(JOBS) --verbose $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
+	python -m pytest tests/integration/test_[1-3679]_*.py --capture=no --verbose $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
 
 .PHONY: molecule
 molecule: $(VENV)/.molecule ## the same job in a container with systemd; SCENARIO=default
@@ -111,7 +112,7 @@ drills: $(VENV)/.molecule $(VENV)/.test engine ## every release of SGLang, as so
 	$(MAKE) matrix RELEASES=all
 	$(MAKE) releases SERVERS=all
 	PLAYS=all python -m pytest tests/unit/test_output_role.py --verbose $(PYTEST_ARGS)
-	DRILLS=all FAULTS=$${FAULTS:-200} python -m pytest tests/integration/test_[7-9]_*.py --capture=no --verbose $(PYTEST_ARGS)
+	DRILLS=all FAULTS=$${FAULTS:-200} python -m pytest tests/integration/test_[45789]_*.py --capture=no --verbose $(PYTEST_ARGS)
 	@for scenario in $$(cd molecule && ls -d */ | tr -d / | grep -v -x default); do molecule test --scenario-name "$$scenario"; done
 
 .PHONY: sanity

@@ -174,6 +174,15 @@ def test_status_tells_the_end(site):
     assert "requests" in output and " given up" in output, "the counters of the capture are not shown"
 
 
+def tells_the_truth(site, output: pathlib.Path, extra: dict) -> None:
+    """What status.yml says of an extraction that goes on by itself is between what was there before and after it."""
+    before = len(site.manifest(output))
+    shown = site.play("status.yml", extra=extra)
+    state, done, total = re.search(r"extraction: (\w+): .*?(\d+)/(\d+) records", shown).groups()
+    assert before <= int(done) <= len(site.manifest(output)) and int(total) == site.packed_meta()["records"]
+    assert state in (("done", "running") if done == total else ("starting", "running", "dead")), shown
+
+
 def test_nothing_is_lost_or_doubled_when_extractor_and_controller_are_killed(site):
     output = site.directory / "killed"
     extra = {
@@ -203,6 +212,7 @@ def test_nothing_is_lost_or_doubled_when_extractor_and_controller_are_killed(sit
     assert killed == 2
     half = len(site.manifest(output))
     assert half < site.packed_meta()["records"], "the kill came too late to prove anything"
+    tells_the_truth(site, output, extra)
 
     site.play("extract.yml", extra=extra)
     counts = collections.Counter(entry["id"] for entry in site.manifest(output))

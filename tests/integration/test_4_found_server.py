@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from conftest import drill
 from stand_in_site import StandInSite, changed
 
 
@@ -104,6 +105,7 @@ def test_a_server_is_taken_out_of_service_and_put_back(site):
     assert notes.read_text() == "out\nback\n"
 
 
+@drill
 def test_a_wrapper_that_starts_it_again_is_noticed(site):
     wrapper = site.directory / "wrapper.sh"
     command = " ".join(f"'{word}'" for word in site.command())
@@ -146,6 +148,7 @@ def test_contradictions_are_refused_before_anything_stops(site, arguments, named
     assert site.pid() == pid and os.path.exists(f"/proc/{pid}")
 
 
+@drill
 def test_a_capture_that_does_not_come_up_gives_the_server_back(site):
     site.start(site.command(), STAND_IN_CAPTURE="die=1 ready=5")
     by_hand = site.seen()
@@ -156,6 +159,7 @@ def test_a_capture_that_does_not_come_up_gives_the_server_back(site):
     assert site.seen() == by_hand
 
 
+@drill
 def test_the_record_survives_a_controller_that_went_away(site):
     site.start(site.command())
     by_hand = site.seen()
