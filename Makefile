@@ -100,8 +100,8 @@ releases: engine $(ENGINE_PYTEST)/.done ## real servers of several releases agai
 
 .PHONY: e2e
 e2e: $(VENV)/.test engine ## the end-to-end test on the real engine
-	python -m pytest tests/integration/test_[458]_*.py --numprocesses $(JOBS) --verbose $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
-	python -m pytest tests/integration/test_[1-3679]_*.py --capture=no --verbose $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
+	python -m pytest tests/integration/test_[4568]_*.py --numprocesses $(JOBS) --verbose $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
+	python -m pytest tests/integration/test_[1-379]_*.py --capture=no --verbose $(PYTEST_ARGS) || [ $$? = 5 -a -n "$(PYTEST_ARGS)" ]
 
 .PHONY: molecule
 molecule: $(VENV)/.molecule ## the same job in a container with systemd; SCENARIO=default
