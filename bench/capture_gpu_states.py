@@ -83,8 +83,7 @@ def compare(alone: list[dict[str, Any]], together: list[dict[str, Any]], bounds:
 
 def plant(together: list[dict[str, Any]], name: str, kind: str) -> list[dict[str, Any]]:
     """The captured states of one layer, with one fault."""
-    together = [{name: one[name]} for one in together]
-    faulty = [dict(one) for one in together]
+    faulty = [{name: one[name]} for one in together]
     order = sorted(range(len(together)), key=lambda number: len(together[number][name]))
     if kind == "row shift":
         number = order[len(order) // 2]
