@@ -4,10 +4,12 @@
 
     python bench/extract_gpu.py [--output DIRECTORY] [--rounds N] [--tokens N] [--json]
 
-A plain server and a capturing one stay up. A round is: all records through the plain server; then the extractor as a process, from its
-first request to its last fsynced manifest line, into an empty directory on the file system of --output. `ratio` is of the medians. Each
-round's files are verified. Where the disk is the limit, `output_bytes_per_second` is what it took beside what a plain write with fsync
-reaches there. --json adds SGLang's own return_hidden_states, answers written into the same format. The last line is one JSON object.
+A plain server and a capturing one stay up. A round is: all records through the plain server, in the data set's order and then longest
+first, as the extractor sends them, which fills batches better; then the extractor as a process, from its first request to its last
+fsynced manifest line, into an empty directory on the file system of --output. `ratio` is of the medians, against the faster of the two
+orders; `of_plain_in_order` is against the data set's. Each round's files are verified. Where the disk is the limit,
+`output_bytes_per_second` is what it took beside what a plain write with fsync reaches there. --json adds SGLang's own
+return_hidden_states, answers written into the same format. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -132,26 +134,32 @@ async def _answers(port: int, records: list[list[int]], concurrency: int, output
 
 def measure(bench: Bench, options: argparse.Namespace, output: Path) -> dict[str, Any]:
     """The figures; RuntimeError where a server or an extraction fails."""
-    plain_rates, rates, plain, server = [], [], None, None
+    orders = {"in order": bench.records, "longest first": sorted(bench.records, key=len, reverse=True)}
+    plain_rates: dict[str, list[float]] = {name: [] for name in orders}
+    rates, plain, server = [], None, None
     try:
         plain = bench.start("plain", MEMORY[options.device][0], None, {})
         server = bench.capturing()
         for number in range(options.rounds):
-            plain_rates.append(bench.tokens / serving.send(plain.port, bench.records, options.concurrency, f"plain-{number}-"))
+            for name, records in orders.items():
+                plain_rates[name].append(bench.tokens / serving.send(plain.port, records, options.concurrency, f"plain-{number}-"))
             rates.append(bench.extract(server, output / f"round-{number}"))
             shutil.rmtree(output / f"round-{number}")
-            say(f"extraction {rates[-1]:,.0f} tok/s, plain {plain_rates[-1]:,.0f}")
+            beside = ", ".join(f"plain {name} {measured[-1]:,.0f}" for name, measured in plain_rates.items())
+            say(f"extraction {rates[-1]:,.0f} tok/s, {beside}")
     finally:
         for one in (plain, server):
             if one is not None:
                 one.stop()
         shutil.rmtree(bench.dumps, ignore_errors=True)
     rate = statistics.median(rates)
+    medians = {name: statistics.median(measured) for name, measured in plain_rates.items()}
     width = (len(bench.layers) + 1) * bench.model["hidden_size"] * (4 if bench.cpu else 2)
     figures: dict[str, Any] = {
-        "ratio": round(rate / statistics.median(plain_rates), 4),
+        "ratio": round(rate / max(medians.values()), 4),
+        "of_plain_in_order": round(rate / medians["in order"], 4),
         "tokens_per_second": [round(one) for one in rates],
-        "plain_tokens_per_second": [round(one) for one in plain_rates],
+        "plain_tokens_per_second": {name: [round(one) for one in measured] for name, measured in plain_rates.items()},
         "seconds": round(bench.tokens / rate, 1),
         "output_bytes_per_second": round(rate * width),
         "disk_bytes_per_second": round(disk_rate(output)),

@@ -86,7 +86,7 @@ def measure(dumps: list[str], records: list[Any], target: Any, workers: int, dir
 def main() -> int:
     serving.use_engine_python()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", default=str(min(8, max(1, (os.cpu_count() or 1) // 4))), help="how many, or several numbers")
+    parser.add_argument("--workers", help="how many, or several numbers; default: the extractor's")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of states; the directory takes three times as much")
     parser.add_argument("--format", default="specforge")
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
@@ -100,6 +100,7 @@ def main() -> int:
     from hidden_state_bridge import dumps, store
     from hidden_state_bridge.packed import Record
 
+    numbers = options.workers or str(store.default_workers())
     # As the extractor does.
     torch.set_num_threads(1)
     count = max(8, round(options.gigabytes * 1e9 / (TOKENS * BYTES_A_TOKEN)))
@@ -113,7 +114,7 @@ def main() -> int:
         records = [Record(number, one, numpy.ones(TOKENS, dtype=numpy.uint8), "bench", "bench.jsonl", 1) for number, one in enumerate(ids)]
         paths = sorted(map(str, directory.glob("hsb-*.safetensors")), key=lambda path: int(Path(path).name.split(".")[0][4:]))
         figures["workers"] = {}
-        for workers in map(int, options.workers.split(",")):
+        for workers in map(int, numbers.split(",")):
             figures["workers"][workers] = measure(paths, records, target, workers, directory)
             say(f"{workers} workers: {json.dumps(figures['workers'][workers])}")
     print(json.dumps(figures))

@@ -125,7 +125,7 @@ class Extraction:
         # The server needs the cores, and several records are converted at once.
         torch.set_num_threads(1)
         config = self.config
-        workers = config.workers or min(8, max(1, (os.cpu_count() or 1) // 4))
+        workers = config.workers or store.default_workers()
         self._requests = asyncio.Semaphore(config.concurrency)
         self._changed = asyncio.Condition()
         self._entries: asyncio.Queue[Any] = asyncio.Queue()

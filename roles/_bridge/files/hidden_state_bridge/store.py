@@ -19,6 +19,14 @@ from .formats import FORMATS, file_name
 from .formats.files import Stored
 from .packed import Record
 
+# Threads beyond which a host's rate hardly grows: with these 3 GB/s were reached (docs/performance.md).
+MOST_WORKERS = 16
+
+
+def default_workers() -> int:
+    """Threads that store beside a server, which needs most of the CPUs itself."""
+    return min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // 4))
+
 
 @dataclass(frozen=True)
 class Access:
