@@ -15,6 +15,8 @@ INVENTORY := inventories/local
 # The collection of the checkout comes first, wherever the command is called from.
 export ANSIBLE_COLLECTIONS_PATH := $(CURDIR)/playbooks/collections:$(HOME)/.ansible/collections:/usr/share/ansible/collections
 export PATH := $(BIN):$(PATH)
+# Tests have an ansible.cfg of their own.
+export ANSIBLE_PIPELINING := true
 
 SCENARIO ?= default
 # Tests at once, where none is in another's way.
@@ -22,6 +24,8 @@ JOBS ?= $(shell n=$$(nproc) && echo $$((n < 8 ? n : 8)))
 PYTEST_ARGS ?=
 # End-to-end tests of which each has a site of its own.
 STAND_INS := $(wildcard tests/integration/test_[4568]_*.py)
+# Unit tests of which CI plays a part.
+PLAYED := $(shell grep -l 'import PLAYED' tests/unit/test_*.py)
 # A choice of tests may leave one of two calls without any: pytest's status 5.
 NONE_CHOSEN = $(if $(PYTEST_ARGS),|| [ $$? = 5 ])
 
@@ -115,7 +119,7 @@ molecule: $(VENV)/.molecule ## the same job in a container with systemd; SCENARI
 drills: $(VENV)/.molecule $(VENV)/.test engine ## every release of SGLang, as source and as server, a fleet that loses and gains hosts, hosts that are left alone, 200 crashes of an extraction, and every molecule scenario but the default one
 	$(MAKE) matrix RELEASES=all
 	$(MAKE) releases SERVERS=all
-	PLAYS=all python -m pytest tests/unit/test_output_role.py --verbose $(PYTEST_ARGS)
+	PLAYS=all python -m pytest $(PLAYED) --numprocesses $(JOBS) --verbose $(PYTEST_ARGS)
 	DRILLS=all FAULTS=$${FAULTS:-200} python -m pytest tests/integration/test_[45789]_*.py --capture=no --verbose $(PYTEST_ARGS)
 	@for scenario in $$(cd molecule && ls -d */ | tr -d / | grep -v -x default); do molecule test --scenario-name "$$scenario"; done
 

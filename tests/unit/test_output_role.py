@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from plays import PLAYED
 
 import hs_manifest as hm
 from hidden_state_bridge.verify import verify
@@ -81,10 +82,7 @@ def complete(path):
     return entries
 
 
-WHOLE = pytest.mark.skipif(os.environ.get("PLAYS") != "all", reason="a minute of plays; PLAYS=all runs it, as `make drills` does")
-
-
-@WHOLE
+@PLAYED
 def test_states_are_pulled_to_the_controller_once(site, play):
     play("collect.yml", "--check")
     assert not (site / "collected").exists()
@@ -128,7 +126,7 @@ def test_what_is_asked_wrongly_is_refused(site, play):
     assert "4 of 12 records are done on no host" in output
 
 
-@WHOLE
+@PLAYED
 def test_states_are_converted_on_the_hosts_and_repaired(site, play):
     arguments = {"extraction_convert_dir": str(site / "converted"), "extraction_convert_format": "specforge,modelopt"}
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from packing import write
+from plays import PLAYED
 
 from hidden_state_bridge.packed import PackedDataset
 
@@ -60,7 +61,7 @@ def sets(directory: Path) -> list[str]:
     return sorted(name for name in os.listdir(directory) if not name.startswith("key-"))
 
 
-@pytest.mark.parametrize("pack_host", ["localhost", "two"])
+@pytest.mark.parametrize("pack_host", [pytest.param("localhost", marks=PLAYED), "two"])
 def test_packed_once_and_on_every_host(tmp_path, stage, pack_host):
     status, said, _changes = stage("--check", dataset_stage_pack_host=pack_host)
     assert status == 0, said
@@ -77,7 +78,7 @@ def test_packed_once_and_on_every_host(tmp_path, stage, pack_host):
     assert status == 0 and changes == {"one": "0", "two": "0"}, said
 
 
-@pytest.mark.parametrize("pack_host", ["localhost", "two"])
+@pytest.mark.parametrize("pack_host", [pytest.param("localhost", marks=PLAYED), "two"])
 def test_a_bad_source_ends_it_on_all_hosts_with_the_line(tmp_path, stage, pack_host):
     with open(tmp_path / "a.jsonl", "a") as stream:
         stream.write("no\n")
