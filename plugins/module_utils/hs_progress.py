@@ -16,6 +16,9 @@ else:
 
 # The capture reports every second.
 SILENT_SECONDS = 15
+# Widths of bins of time. Each divides the next, so that bins of several hosts add up.
+BIN_SECONDS = (10, 60, 300, 1800, 7200, 21600, 86400)
+MOST_BINS = 200
 
 
 def count(number):
@@ -47,6 +50,30 @@ def duration(seconds):
     if seconds >= 60:
         return "%d m %02d s" % (seconds // 60, seconds % 60)
     return "%d s" % seconds
+
+
+def pace(finished, least=BIN_SECONDS[0]):
+    """Tokens over time: `{"seconds": width of a bin, "tokens": [[start of the bin, tokens], ...]}`, bins of none left out.
+
+    finished: pairs of a time in seconds since 1970 and tokens. least: the narrowest bins that may be.
+    """
+    bins = {}
+    for width in (width for width in BIN_SECONDS if width >= least):
+        bins = {}
+        for at, tokens in finished:
+            bins[at - at % width] = bins.get(at - at % width, 0) + tokens
+        if len(bins) <= MOST_BINS:
+            break
+    return {"seconds": width, "tokens": [list(pair) for pair in sorted(bins.items())]}
+
+
+def lengths(counted):
+    """Records by length, as `[[tokens at most, a power of two; records], ...]`. counted: pairs of tokens and records."""
+    bins = {}
+    for tokens, records in counted:
+        most = 1 << max(0, tokens - 1).bit_length()
+        bins[most] = bins.get(most, 0) + records
+    return [list(pair) for pair in sorted(bins.items())]
 
 
 def progress_line(status):
@@ -98,7 +125,7 @@ def observe(path, run=None, service="unknown", output_format=None):
     if run and known and known.get("run") != run:
         message = "%s holds run %s, not %s" % (path, known.get("run"), run)
         found = _observation("failed", known, hs_manifest.Manifest(path), {}, message)
-        found.update(conflict=message, done="", records_done=0, tokens_done=0, bytes=0, sources={})
+        found.update(conflict=message, done="", records_done=0, tokens_done=0, bytes=0, sources={}, lengths=[], pace=pace([]))
         return found
     alive = os.path.isdir(path) and hs_manifest.is_locked(path)
     # Read after the lock was seen free, the status is the last that its extractor wrote.
@@ -154,6 +181,9 @@ def _observation(state, known, manifest, status, message):
         "tokens_done": totals["tokens"],
         "bytes": totals["bytes"],
         "sources": sources,
+        "lengths": lengths((entry["tokens"], 1) for entry in manifest.entries.values()),
+        # A manifest of an earlier release does not say when.
+        "pace": pace([(entry["at"], entry["tokens"]) for entry in manifest.entries.values() if isinstance(entry.get("at"), int)]),
         "failed": status.get("failed", []),
         "status": status,
     }

@@ -134,6 +134,19 @@ sources:
   description: RV(ignore:records), RV(ignore:tokens) and RV(ignore:bytes) that are done, for each source of the data set.
   returned: always
   type: dict
+lengths:
+  description: Records that are done by their length, as pairs of the most tokens of a bin, a power of two, and records.
+  returned: always
+  type: list
+  elements: list
+  sample: [[128, 3], [256, 5]]
+pace:
+  description:
+    - Tokens that were done over time. RV(ignore:seconds) is the width of a bin, RV(ignore:tokens) holds pairs of its start
+      in seconds since 1970 and tokens, without the bins of none.
+  returned: always
+  type: dict
+  sample: {"seconds": 60, "tokens": [[1769860800, 1104000]]}
 failed:
   description: Records that failed by themselves in the last start, each with C(record) and C(reason).
   returned: always

@@ -11,6 +11,7 @@ import pytest
 from ansible.module_utils.testing import patch_module_args
 
 import hs_manifest as hm
+import hs_progress
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query
 from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture.counters import Counters
 from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture.dumpfile import COUNTERS_NAME
@@ -45,6 +46,31 @@ def test_a_stopped_run_and_another_identity(ask, tmp_path):
     found = ask(output_dir=out, identity={**IDENTITY, "final": "both"})
     assert found["state"] == "failed" and "post_norm" in found["conflict"] and '"final":"both"' in found["conflict"]
     assert found["run"] == hm.run_of({**IDENTITY, "final": "both"})
+
+
+def test_lengths_and_pace_of_what_is_done(ask, tmp_path):
+    out = str(tmp_path / "host")
+    hm.claim_directory(out, hm.run_of(IDENTITY))
+    hm.claim_run(out, IDENTITY, {})
+    writer = hm.ManifestWriter(out)
+    for number, tokens in enumerate([1, 255, 256, 257, 300]):
+        (tmp_path / "host" / f"{number}").write_bytes(b"")
+        entry = {"id": number, "source": "a", "line": 1, "file": f"{number}", "bytes": 0, "sha256": "", "tokens": tokens}
+        # An earlier release did not say when.
+        writer.append([entry if number == 4 else {**entry, "at": 1769860800 + 9 * number}])
+    writer.close()
+    found = ask(output_dir=out)
+    assert found["lengths"] == [[1, 1], [256, 2], [512, 2]]
+    assert found["pace"] == {"seconds": 10, "tokens": [[1769860800, 256], [1769860810, 256], [1769860820, 257]]}
+
+
+@pytest.mark.parametrize("bins, seconds", [(200, 10), (201, 60), (1200, 60), (1201, 300), (20_000, 1800)])
+def test_bins_are_few_and_of_several_hosts_add_up(bins, seconds):
+    wanted = hs_progress.pace([(10 * number, 3) for number in range(bins)])
+    assert wanted["seconds"] == seconds and sum(tokens for _start, tokens in wanted["tokens"]) == 3 * bins
+    again = hs_progress.pace([tuple(pair) for pair in wanted["tokens"]], max(seconds, 300))
+    assert again["seconds"] == max(seconds, 300) and all(start % again["seconds"] == 0 for start, _tokens in again["tokens"])
+    assert sum(tokens for _start, tokens in again["tokens"]) == 3 * bins
 
 
 def test_the_service_is_asked(ask, tmp_path, monkeypatch):

@@ -28,6 +28,8 @@ def host(name, records, first=0, **more):
         "tokens_done": records * 1000,
         "bytes": records * 57_344_000,
         "sources": {"A2": {"records": records, "tokens": records * 1000, "bytes": records * 57_344_000}},
+        "lengths": [[1024, records]],
+        "pace": {"seconds": 10, "tokens": [[1769860800, 600 * records], [1769860810, 400 * records]]},
         "failed": [],
         "status": {"seconds_total": 10.0, "started_at": "2026-01-31T12:00:00Z", "updated_at": "2026-01-31T12:00:10Z"},
         "output_dir": f"/out/{name}",
@@ -129,6 +131,29 @@ def test_failures_and_problems_are_listed(tmp_path, request_):
     assert "Verified  1 files are not as the manifest says" in result["summary"]
     text = (tmp_path / "report.html").read_text()
     assert "HTTP 400: too &lt;long&gt;" in text and "data_3.ckpt" in text and "is missing" in text
+
+
+def test_lengths_and_throughput_of_all_hosts(tmp_path, request_):
+    request_["hosts"]["b"].update(lengths=[[512, 2], [1024, 18]], pace={"seconds": 60, "tokens": [[1769860800, 20_000]]})
+    report = summarize(request_)
+    assert report["lengths"] == [[512, 2], [1024, 48]]
+    # The wider bins of the two, a minute here.
+    assert report["pace"] == {"seconds": 60, "tokens": [[1769860800, 50_000]]}
+    write_report(request_, str(tmp_path))
+    text = (tmp_path / "report.html").read_text()
+    assert "<title>2026-01-31 12:00:00 UTC: 833 tok/s</title>" in text
+    assert "2026-01-31 12:00:00 to 2026-01-31 12:01:00 UTC, all hosts; a bar is 1 m 00 s, the highest is 833 tok/s." in text
+    assert text.count("<rect ") == 1 and 'style="width: 4.2%"' in text and 'style="width: 100.0%"' in text
+
+
+def test_what_is_not_known_is_left_out(tmp_path, request_):
+    """Hosts whose manifest is of an earlier release."""
+    for info in request_["hosts"].values():
+        info.pop("lengths")
+        info.pop("pace")
+    write_report(request_, str(tmp_path))
+    text = (tmp_path / "report.html").read_text()
+    assert "Throughput" not in text and "Lengths" not in text
 
 
 def test_hosts_without_a_result_and_without_a_check(tmp_path, request_):

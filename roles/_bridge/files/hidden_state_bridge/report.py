@@ -7,6 +7,7 @@ import json
 import os
 import pkgutil
 import tempfile
+import time
 from typing import Any
 
 import hs_manifest
@@ -42,6 +43,7 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
         named = ", ".join(f"{host} has {run}" for run, host in runs.items())
         raise Refusal(f"the hosts are of different runs ({named}); report on each run by itself")
     rows, sources, failed = [], {}, []
+    paces = [info["pace"] for info in hosts.values() if info.get("pace")]
     for host, info in sorted(hosts.items()):
         status = info.get("status") or {}
         seconds = status.get("seconds_total") or 0
@@ -94,6 +96,10 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
         "hosts": rows,
         "held": request.get("held") or {},
         "sources": [dict(counts, name=name) for name, counts in sorted(sources.items())],
+        "lengths": hs_progress.lengths(tuple(pair) for info in hosts.values() for pair in info.get("lengths") or []),
+        "pace": hs_progress.pace(
+            [tuple(pair) for one in paces for pair in one["tokens"]], max([one["seconds"] for one in paces], default=1)
+        ),
         "failed": failed,
         "dataset": {key: dataset[key] for key in ("sha256", "records", "tokens", "max_length", "seed") if key in dataset},
     }
@@ -154,7 +160,7 @@ def write_report(request: dict[str, Any], out_dir: str) -> dict[str, Any]:
     lines = summary_lines(report)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(count=hs_progress.count, short=hs_progress.short, size=hs_progress.size)
-    environment.filters.update(duration=hs_progress.duration)
+    environment.filters.update(duration=hs_progress.duration, moment=lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at)))
     formats = [name.strip() for name in report["output_format"].split(",")]
     template = environment.from_string((pkgutil.get_data(__package__, TEMPLATE) or b"").decode())
     html = template.render(report=report, help=[FORMAT_HELP[name] for name in formats if name in FORMAT_HELP], formats=formats)

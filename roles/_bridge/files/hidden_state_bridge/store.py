@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import grp
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -130,8 +131,8 @@ def replacing(path: str, access: Access) -> Iterator[str]:
 
 
 def entry_of(record: Record, files: list[dict[str, Any]], sglang_version: str) -> dict[str, Any]:
-    """The manifest entry of a record whose files are durable."""
-    about = {"id": record.index, "source": record.source, "source_file": record.file, "line": record.line}
+    """The manifest entry of a record whose files are durable. `at`: when, in seconds since 1970."""
+    about = {"id": record.index, "source": record.source, "source_file": record.file, "line": record.line, "at": int(time.time())}
     about.update(hs_manifest.named(files), tokens=len(record.input_ids), sglang_version=sglang_version)
     return about
 
