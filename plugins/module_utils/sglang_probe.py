@@ -109,7 +109,7 @@ _HINTS = (
     (r"Cannot allocate memory|MemoryError|oom-kill|Killed", "not enough memory on the host"),
     (r"trust_remote_code", "the model brings code of its own: add --trust-remote-code"),
     (
-        r"(?:Repo id must be|is not a local folder|Can't load the configuration|does not appear to have a file named|"
+        r"(?:Repo id must (?:be|use) |is not a local folder|Can't load the configuration|does not appear to have a file named|"
         r"No such file or directory: '[^']*config\.json|Cannot find any model weights|Cannot find model|Incorrect path_or_model_id|HFValidationError)",
         "the model path is wrong or incomplete: check sglang_server_model",
     ),
