@@ -192,7 +192,10 @@ def test_a_stopped_service_is_not_waited_for(stand, monkeypatch):
         ("ValueError: Please pass the argument `trust_remote_code=True`", "--trust-remote-code"),
         ("OSError: Can't load the configuration of '/nowhere'", "sglang_server_model"),
         ("OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/nowhere'.", "sglang_server_model"),
-        ("OSError: Repo id must use alphanumeric chars, '-', '_' or '.'. The name cannot start or end with '-': '/nowhere'.", "server_model"),
+        (
+            "OSError: Repo id must use alphanumeric chars, '-', '_' or '.'. The name cannot start or end with '-': '/nowhere'.",
+            "server_model",
+        ),
         ("RuntimeError: SGLANG_HS_DUMP_LAYERS: layer 9 is out of range", "capture setting"),
         ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp", "NCCL"),
         ("RuntimeError: CUDA error: no kernel image is available for execution on the device", "--attention-backend"),
