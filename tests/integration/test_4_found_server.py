@@ -88,6 +88,7 @@ def test_secrets_of_a_described_server_are_seen_nowhere(site):
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
 
 
+@drill
 def test_a_server_is_taken_out_of_service_and_put_back(site):
     """The hooks run around the stop of a serving server and after it serves again, and requests in flight are waited for."""
     notes = site.directory / "notes"
