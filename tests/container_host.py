@@ -67,8 +67,10 @@ class ContainerHost:
 
     # -- playbooks
 
-    def begin(self, playbook: str, extra: dict | None = None, arguments: tuple[str, ...] = ()) -> subprocess.Popen:
-        """Start a playbook of the checkout, for this host alone."""
+    def begin(
+        self, playbook: str, extra: dict | None = None, arguments: tuple[str, ...] = (), limit: tuple[str, ...] | None = None
+    ) -> subprocess.Popen:
+        """Start a playbook of the checkout, for this host alone, or for those that ``limit`` names."""
         command = [Path(sys.executable).parent / "ansible-playbook", ROOT / playbook, "-i", os.environ["MOLECULE_INVENTORY_FILE"]]
         environment = {
             **os.environ,
@@ -76,7 +78,7 @@ class ContainerHost:
             "ANSIBLE_FORCE_COLOR": "0",
             "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "playbooks/collections"),
         }
-        command += ["--limit", self.name, "-e", json.dumps(extra or {}), *arguments]
+        command += ["--limit", ",".join(limit or [self.name]), "-e", json.dumps(extra or {}), *arguments]
         return subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
