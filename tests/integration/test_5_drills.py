@@ -40,7 +40,8 @@ DRILLS = {
     "a wrong model path": ("", {"sglang_server_extra_capture_args": ["--model-path", "/nowhere"]}, "model path is wrong"),
     "a server that dies": ("die=2 ready=600", {}, "not enough GPU memory"),
     "/health answers 503 for ever": ("health=503", {"sglang_server_health_timeout": 5}, "not ready within 5 s"),
-    "/generate hangs": ("generate=hang", {"sglang_server_health_timeout": 5}, "not ready within 5 s"),
+    # A manager that can run no extractor, told by its name.
+    "/generate hangs": ("generate=hang", {"sglang_server_health_timeout": 5, "sglang_server_manager": "process"}, "not ready within 5 s"),
 }
 
 
