@@ -254,7 +254,9 @@ class _Collection:
                     directories = {os.path.dirname(file["file"]) for entry in some for file in hs_manifest.files_of(entry)}
                     for directory in sorted(directories):
                         make_directories(dest, directory, access)
-                    placed = [entry for entry in pool.map(self._place_one, some) if entry]
+                    results = list(zip(some, pool.map(self._place_one, some)))
+                    placed = [entry for entry, problem in results if problem is None]
+                    self.problems += [problem for _entry, problem in results if problem is not None]
                     for directory in sorted(directories):
                         hs_manifest.fsync_directory(os.path.join(dest, directory))
                     writer.append(placed)
@@ -263,6 +265,7 @@ class _Collection:
             writer.close()
 
     def _place_one(self, entry: dict[str, Any]) -> dict[str, Any] | None:
+        """Put the files of one record where they belong; returns the problem, None where there is none."""
         for file in hs_manifest.files_of(entry):
             root = self.roots.get(entry["host"])
             origin = dict(file, file=file.get("from", file["file"]))
@@ -270,9 +273,8 @@ class _Collection:
             if root is not None:
                 reason = self._bring(root, origin, os.path.join(self.request.dest, file["file"]))
             if reason:
-                self.problems.append({"host": entry["host"], "id": entry["id"], "file": origin["file"], "reason": reason})
-                return None
-        return entry
+                return {"host": entry["host"], "id": entry["id"], "file": origin["file"], "reason": reason}
+        return None
 
     def _where(self, host: str) -> str:
         return next(source.place for source in self.request.sources if source.host == host)
