@@ -59,7 +59,11 @@ def away(container: str, restart) -> tuple[float, float]:
     """Seconds from port left to /health 200, and to the end of ``restart``, which blocks until it holds the server for ready."""
     with subprocess.Popen([ENGINE, "exec", container, "python3", "-c", WATCH], text=True, stdout=subprocess.PIPE) as watch:
         time.sleep(1)
-        restart()
+        try:
+            restart()
+        except BaseException:
+            watch.kill()
+            raise
         end = time.time()
         times = dict(line.split() for line in watch.communicate(timeout=900)[0].splitlines())
     left, back = float(times["away"]), float(times["back"])
@@ -74,7 +78,13 @@ def by_hand(container: str, unit: str) -> None:
 
 
 def by_playbook(playbook: Path, inventory: str, container: str, wanted: str) -> None:
-    environment = {**os.environ, "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "playbooks/collections")}
+    environment = {
+        **os.environ,
+        "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "playbooks/collections"),
+        # Where the scenario keeps the key that its containers are reached with.
+        "MOLECULE_PROJECT_DIRECTORY": str(ROOT),
+        "MOLECULE_EPHEMERAL_DIRECTORY": str(Path(inventory).parent),
+    }
     # How finely the wait looks is a variable of the role; the loop by hand looks each second.
     extra = json.dumps({"wanted": wanted, "sglang_server_health_interval": 1, "sglang_server_nodes": []})
     command = [BIN / "ansible-playbook", playbook, "-i", inventory, "--limit", container, "-e", extra]
@@ -84,7 +94,10 @@ def by_playbook(playbook: Path, inventory: str, container: str, wanted: str) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--inventory", help="of a container that is there already; otherwise molecule makes one and removes it")
+    parser.add_argument(
+        "--inventory",
+        help="molecule's directory of that name, of a container that is there already; otherwise molecule makes one and removes it",
+    )
     parser.add_argument("--container", default="hsb-server")
     parser.add_argument("--unit", default="operators", help="the systemd unit of the server in it")
     options = parser.parse_args()

@@ -57,7 +57,6 @@ def pace(finished, least=BIN_SECONDS[0]):
 
     finished: pairs of a time in seconds since 1970 and tokens. least: the narrowest bins that may be.
     """
-    bins = {}
     for width in (width for width in BIN_SECONDS if width >= least):
         bins = {}
         for at, tokens in finished:

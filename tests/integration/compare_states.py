@@ -42,6 +42,7 @@ def main(model_dir: str, output_dir: str, packed_dir: str) -> None:
         want = [*(states[layer + 1][0] for layer in layers), states[-1][0]]
         for name, mine, reference in zip(worst, got, want, strict=True):
             assert mine.shape == reference.shape, (entry, name, mine.shape, reference.shape)
+            assert mine.isfinite().all(), (entry, name, "not finite")
             worst[name] = max(worst[name], (mine - reference).abs().max().item())
             largest[name] = max(largest[name], reference.abs().max().item())
     print(json.dumps({**seen, "relative": {name: worst[name] / largest[name] for name in worst}, "largest": largest}))
