@@ -268,7 +268,7 @@ class Extraction:
             await dumps.announce(self.config.dump_dir, rid, record.input_ids, self.config.request_timeout)
             await self._client.prefill(rid, record.input_ids)
             self._away_since = None
-            pieces = await dumps.wait_for(self.config.dump_dir, rid, len(record.input_ids), self.config.dump_timeout)
+        pieces = await dumps.wait_for(self.config.dump_dir, rid, len(record.input_ids), self.config.dump_timeout)
         loop = asyncio.get_running_loop()
         entry = await loop.run_in_executor(self._pool, store.store, self.target, record, rid, pieces)
         durable = loop.create_future()
