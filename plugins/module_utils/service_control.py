@@ -25,15 +25,18 @@ _DAEMON_ENVIRONMENT = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TMP
 
 
 class Systemd:
-    """What is told to systemd."""
+    """What is told to systemd. Nothing waits for its jobs: a unit that tells when it is ready starts for as long as its model loads."""
+
+    # ExecStop, the processes themselves and ExecStopPost: each may need a SIGKILL of its own.
+    KILLS, KILL_SECONDS = 3, 20.0
 
     def __init__(self, params):
         self.unit = sq.unit_name(params["name"])
-        self.patience = params["stop_timeout"] + 60
+        self.seconds = params["stop_timeout"]
 
-    def _systemctl(self, verb, timeout=60):
-        argv = ["systemctl", verb] + ([] if verb == "daemon-reload" else [self.unit])
-        code, out, err = sq.run(argv, timeout=timeout)
+    def _systemctl(self, verb, *options):
+        argv = ["systemctl", verb, *options] + ([] if verb == "daemon-reload" else [self.unit])
+        code, out, err = sq.run(argv)
         if code != 0:
             raise sq.ServiceError("%s: %s" % (" ".join(argv), (err or out).strip()))
 
@@ -41,10 +44,26 @@ class Systemd:
         self._systemctl("daemon-reload")
         # A unit that failed too often is refused a start until its counter is reset.
         sq.run(["systemctl", "reset-failed", self.unit])
-        self._systemctl("start", timeout=self.patience)
+        self._systemctl("start", "--no-block")
 
     def stop(self, _members):
-        self._systemctl("stop", timeout=self.patience)
+        self._systemctl("stop", "--no-block")
+        if self._is_down_within(self.seconds):
+            return
+        # The unit may grant itself more time.
+        for _kill in range(self.KILLS):
+            sq.run(["systemctl", "kill", "--signal=SIGKILL", self.unit])
+            if self._is_down_within(self.KILL_SECONDS):
+                return
+        raise sq.ServiceError("%s does not stop, not even by SIGKILL: see systemctl status %s" % (self.unit, self.unit))
+
+    def _is_down_within(self, seconds):
+        deadline = time.monotonic() + seconds
+        while sq.query("systemd", self.unit)["state"] not in ("stopped", "failed", "absent"):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+        return True
 
     def take_notice(self):
         if sq.query("systemd", self.unit).get("reload_needed"):

@@ -56,7 +56,10 @@ def unit_name(name):
 
 
 def _query_systemd(name):
-    wanted = "LoadState,ActiveState,MainPID,ControlGroup,ExecMainStatus,NRestarts,InvocationID,NeedDaemonReload"
+    wanted = (
+        "LoadState,ActiveState,SubState,Job,MainPID,ControlPID,ControlGroup,ExecMainStatus,Result,InvocationID,NeedDaemonReload,"
+        "ConditionResult,ConditionTimestampMonotonic,AssertResult,AssertTimestampMonotonic"
+    )
     try:
         code, out, err = run(["systemctl", "show", unit_name(name), "--property=" + wanted])
     except ServiceError:
@@ -67,16 +70,33 @@ def _query_systemd(name):
     state = _SYSTEMD_STATES.get(facts.get("ActiveState", ""), "failed")
     if facts.get("LoadState") == "not-found" and state in ("stopped", "failed"):
         state = "absent"
-    status = facts.get("ExecMainStatus", "0")
+    if state in ("stopped", "failed") and int(facts.get("Job") or 0):
+        # Its start waits for other units, or has not been begun.
+        state = "starting"
     return {
         "state": state,
         "pid": int(facts.get("MainPID") or 0) or None,
-        "detail": "exit status %s" % status if status != "0" and state != "running" else "",
-        "restarts": int(facts.get("NRestarts") or 0),
+        "detail": "" if state == "running" else _end_of(facts),
+        # Of ExecStartPre, or of what daemonizes.
+        "control": int(facts.get("ControlPID") or 0) or None,
+        # Ended, and to be started again after RestartSec.
+        "revived": facts.get("SubState", "").startswith("auto-restart"),
         "cgroup": facts.get("ControlGroup") or "",
         "invocation": facts.get("InvocationID") or "",
         "reload_needed": facts.get("NeedDaemonReload") == "yes",
     }
+
+
+def _end_of(facts):
+    """How a unit ended, or why it was not started; "" for no reason that systemd keeps."""
+    if facts.get("ExecMainStatus", "0") != "0":
+        return "exit status %s" % facts["ExecMainStatus"]
+    if facts.get("Result", "success") != "success":
+        return "result %s" % facts["Result"]
+    for kind in ("Condition", "Assert"):
+        if facts.get(kind + "Result") == "no" and facts.get(kind + "TimestampMonotonic", "0") != "0":
+            return "%s... of its unit is not met" % kind
+    return ""
 
 
 def _cgroup_pids(cgroup):

@@ -20,6 +20,8 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils.service_reason
 
 # Orphans of a process group that the manager has ended need a moment to be reaped.
 REAP_SECONDS = 10.0
+# A process that its manager still calls starting has been taken for good once it is that old: a program that cannot be run ends at once.
+TAKEN_SECONDS = 3.0
 
 
 class Worker:
@@ -110,15 +112,20 @@ class Worker:
             self.control.start()
         except sq.ServiceError as error:
             self.fail_to_start(str(error))
-        deadline = time.monotonic() + self.params["timeout"]
+        begun = time.monotonic()
         while True:
             service = self.look()
-            if service["state"] == "running" and service["pid"]:
+            waited = time.monotonic() - begun
+            late = waited > self.params["timeout"]
+            # Whether it becomes ready is for others to wait for, who see how it gets on.
+            taken = waited > TAKEN_SECONDS if service["pid"] else late and service.get("control")
+            if service["pid"] and service["state"] == "running" or taken and service["state"] == "starting":
                 return
-            if service["state"] in ("failed", "stopped", "absent") or time.monotonic() > deadline:
+            if service["state"] in ("failed", "stopped", "absent") or service.get("revived") or late:
                 break
             time.sleep(0.1)
-        self.fail_to_start(service["state"] + (", " + service["detail"] if service["detail"] else ""))
+        detail = service["detail"] or ("its manager gave the start up" if service["state"] == "stopped" else "")
+        self.fail_to_start(service["state"] + (", " + detail if detail else ""))
 
     def fail_to_start(self, why):
         tail = sq.log_tail(self.manager, self.params["name"], self.params["state_dir"], lines=20)
@@ -138,7 +145,8 @@ class Worker:
             return "start"
         if state == "restarted":
             return "restart"
-        if before["state"] != "running" or before["pid"] is None:
+        # A unit that tells when it is ready is starting for as long as its model loads.
+        if before["state"] == "stopping" or before["pid"] is None:
             self.result["reasons"] = ["is %s" % before["state"]]
         else:
             launch = pr.read(self.params["launch"]) if self.params["launch"] else None

@@ -82,11 +82,13 @@ options:
     description: Whether the service starts with the host (systemd only). Left as it is when not given.
     type: bool
   timeout:
-    description: Seconds after which a start that the manager has not taken is a failure.
+    description:
+      - Seconds after which a start that has brought up no process is a failure.
+      - A unit that tells when it is ready (C(Type=notify), C(ExecStartPost)) counts as started before that.
     type: int
-    default: 30
+    default: 180
   stop_timeout:
-    description: Seconds that the manager grants between SIGTERM and SIGKILL.
+    description: Seconds between SIGTERM and SIGKILL, whatever longer time the unit grants itself.
     type: int
     default: 120
   supervisord:
@@ -163,7 +165,7 @@ def main():
             "port": {"type": "int", "default": 0},
             "port_timeout": {"type": "int", "default": 0},
             "enabled": {"type": "bool"},
-            "timeout": {"type": "int", "default": 30},
+            "timeout": {"type": "int", "default": 180},
             "stop_timeout": {"type": "int", "default": 120},
             "supervisord": {"type": "list", "elements": "str", "default": []},
             "visible_gpus": {"type": "str"},
