@@ -24,8 +24,6 @@ OURS = ("systemd", "supervisor")
 FOUND = ("unit", "process", *cq.ENGINES)
 MANAGERS = ("auto", *OURS, *FOUND)
 
-OUR_MARK = "# Written by hidden_state.bridge"
-
 # Units that processes started by hand end up in.
 _LOGINS = re.compile(
     r"^(ssh|sshd|ssh@.*|sshd@.*|cron|crond|atd|user@\d+|getty@.*|.*-getty@.*|console-getty|slurmd|supervisor|supervisord)\.service$"
@@ -64,22 +62,6 @@ def state_before(state_dir, name):
         raise sq.ServiceError("%s: cannot be read (%s). Remove it to forget the state before" % (path, error)) from error
 
 
-def unit_is_ours(name):
-    """Whether a unit was written from the inventory; None where there is no such unit."""
-    try:
-        code, out, _err = sq.run(["systemctl", "show", sq.unit_name(name), "--property=FragmentPath", "--value"])
-    except sq.ServiceError:
-        return None
-    path = out.strip()
-    if code != 0 or not path:
-        return None
-    try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            return stream.read(200).startswith(OUR_MARK)
-    except OSError:
-        return False
-
-
 def _default():
     return sq.resolve_manager("auto")
 
@@ -90,6 +72,14 @@ def locate(params):
     Returns ``manager``, ``service`` (the name that this manager has for it), ``pid`` (of the server; None where it does not run or
     is ours) and ``recorded`` (whether the answer is from a record). Raises ServiceError for a server that cannot be handled.
     """
+    located = _locate(params)
+    if located["manager"] == "systemd" or (located["manager"] == "process" and _default() == "systemd"):
+        # A unit is or will be made for it, which one of the operator's in /etc would hide.
+        sq.refuse_foreign_unit(params["name"])
+    return located
+
+
+def _locate(params):
     manager, name, state_dir = params["manager"], params["name"], params["state_dir"]
     recorded = pr.read(record_path(state_dir, name))
     if manager in OURS:
@@ -122,7 +112,7 @@ def _locate_by_facts(params, recorded):
     name, state_dir = params["name"], params["state_dir"]
     pid = _server_of(params, recorded)
     ours = sq.query(_default(), name, state_dir)
-    is_ours = ours["state"] != "absent" and (_default() == "supervisor" or unit_is_ours(name) is not False)
+    is_ours = ours["state"] != "absent" and (_default() == "supervisor" or sq.unit_is_ours(name) is not False)
     if recorded and recorded["manager"] == "process" and is_ours and (pid is None or pid in ours["processes"]):
         return {"manager": "process", "service": name, "pid": pid, "recorded": True}
     if recorded and recorded["manager"] != "process" and (pid is None or _belongs(pid, recorded)):
@@ -133,7 +123,7 @@ def _locate_by_facts(params, recorded):
         return dict(_owner(pid), pid=pid, recorded=False)
     if recorded:
         return {"manager": recorded["manager"], "service": recorded["service"], "pid": None, "recorded": True}
-    if _default() == "systemd" and unit_is_ours(name) is False:
+    if _default() == "systemd" and sq.unit_is_ours(name) is False:
         return {"manager": "unit", "service": name, "pid": None, "recorded": False}
     for engine in cq.ENGINES:
         if cq.inspect(engine, name):

@@ -25,6 +25,9 @@ TAG_VARIABLE = "HIDDEN_STATE_BRIDGE_SERVICE"
 START_MARK = "hidden_state_bridge: start as pid "
 """Begins the first line of each start in a log file that holds several; the pid ends that line."""
 
+OUR_MARK = "# Written by hidden_state.bridge"
+"""Begins each unit file that the role _service writes."""
+
 DEFAULT_STATE_DIR = "/var/lib/hidden_state_bridge"
 
 _SYSTEMD_STATES = {
@@ -53,6 +56,37 @@ _SUPERVISOR_STATES = {
 def unit_name(name):
     """The systemd unit of a service."""
     return name if name.endswith(".service") else name + ".service"
+
+
+def unit_file(name):
+    """The file of a unit as systemd knows it; "" for no such unit."""
+    try:
+        code, out, _err = run(["systemctl", "show", unit_name(name), "--property=FragmentPath", "--value"])
+    except ServiceError:
+        return ""
+    return out.strip() if code == 0 else ""
+
+
+def unit_is_ours(name):
+    """Whether a unit was written from the inventory; None where there is no such unit."""
+    path = unit_file(name)
+    if not path:
+        return None
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read(200).startswith(OUR_MARK)
+    except OSError:
+        return False
+
+
+def refuse_foreign_unit(name):
+    """Raise ServiceError where a unit of the operator's has the name of one that is to be written."""
+    path = unit_file(name)
+    if os.path.lexists(path) and not unit_is_ours(name):
+        raise ServiceError(
+            "%s is a unit of your own, which is never overwritten or hidden by one of this collection: set another name"
+            " (sglang_server_name, extraction_service_name), or sglang_server_manager to unit if it runs the server" % path
+        )
 
 
 def _query_systemd(name):

@@ -22,6 +22,8 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils.service_reason
 REAP_SECONDS = 10.0
 # A process that its manager still calls starting has been taken for good once it is that old: a program that cannot be run ends at once.
 TAKEN_SECONDS = 3.0
+# States that neither start nor stop anything.
+LOOKING = ("query", "unclaimed", "reloaded")
 
 
 class Worker:
@@ -134,7 +136,7 @@ class Worker:
     def decide(self, before):
         """The action that leads to the wanted state."""
         state, runs = self.params["state"], before["state"] in ("running", "starting", "stopping")
-        if state in ("query", "reloaded"):
+        if state in LOOKING:
             return "none"
         if state == "stopped":
             return "stop" if runs or before["processes"] else "none"
@@ -155,7 +157,7 @@ class Worker:
 
     def set_enabled(self):
         wanted = self.params["enabled"]
-        if wanted is None or self.params["state"] in ("query", "reloaded"):
+        if wanted is None or self.params["state"] in LOOKING:
             return False
         has = self.control.is_enabled()
         if has is None or has == wanted:
@@ -165,6 +167,8 @@ class Worker:
         return True
 
     def run(self):
+        if self.params["state"] == "unclaimed" and self.manager == "systemd":
+            sq.refuse_foreign_unit(self.params["name"])
         before = self.look()
         action = self.result["action"] = self.decide(before)
         self.result["changed"] = action != "none"

@@ -31,9 +31,10 @@ options:
   state:
     description:
       - V(query) only looks; V(started), V(restarted) and V(stopped) act.
+      - V(unclaimed) fails where a systemd unit of that name exists that the collection did not write.
       - V(reloaded) makes the manager take notice of files that were changed or removed; the service must not be running.
     type: str
-    choices: [query, started, restarted, stopped, reloaded]
+    choices: [query, unclaimed, started, restarted, stopped, reloaded]
     default: query
   manager:
     description: Service manager; V(auto) is systemd where systemd runs the host, supervisor elsewhere.
@@ -151,7 +152,7 @@ def main():
             "name": {"type": "str", "required": True},
             "state": {
                 "type": "str",
-                "choices": ["query", "started", "restarted", "stopped", "reloaded"],
+                "choices": ["query", "unclaimed", "started", "restarted", "stopped", "reloaded"],
                 "default": "query",
             },
             "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor", "podman", "docker"], "default": "auto"},

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import jinja2
+import jinja2.meta
 import pytest
 from test_managed_service import FakeModule, Outcome
 
-from ansible_collections.hidden_state.bridge.plugins.module_utils import service_control, service_worker
+from ansible_collections.hidden_state.bridge.plugins.module_utils import server_found, service_control, service_worker
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
 
+ROLE = Path(__file__).parents[2] / "roles" / "_service"
 OWN = str(os.getpid())
 # What systemctl shows of a unit: a change of a loaded one that is down.
 DOWN = {"LoadState": "loaded", "ActiveState": "inactive", "SubState": "dead"}
@@ -113,3 +117,46 @@ def test_a_unit_that_does_not_even_stop_by_sigkill_is_told(monkeypatch):
     with pytest.raises(sq.ServiceError, match="sglang.service does not stop, not even by SIGKILL"):
         control().stop([])
     assert len(systemctl.told) == 4
+
+
+# -- a name that a unit of the operator's has --------------------------------------------------------------
+
+
+def named(monkeypatch, path):
+    monkeypatch.setattr(sq, "run", lambda argv, **_more: (0, "%s\n" % path if "--property=FragmentPath" in argv else "", ""))
+
+
+@pytest.mark.parametrize("manager", ["systemd", "process", "auto"])
+def test_a_unit_of_the_operators_is_not_hidden_or_overwritten(monkeypatch, tmp_path, manager):
+    unit = tmp_path / "sglang.service"
+    unit.write_text("[Service]\nExecStart=/opt/serve.sh\n")
+    named(monkeypatch, unit)
+    monkeypatch.setattr(server_found, "_default", lambda: "systemd")
+    monkeypatch.setattr(server_found, "_server_of", lambda *_args: os.getpid())
+    monkeypatch.setattr(server_found, "_owner", lambda _pid: {"manager": "process", "service": ""})
+    params = {"manager": manager, "name": "sglang", "host": "", "port": 1, "state_dir": str(tmp_path)}
+    with pytest.raises(sq.ServiceError, match=f"{unit} is a unit of your own.*sglang_server_name"):
+        server_found.locate(params)
+    unit.write_text(sq.OUR_MARK + "; a change made here is overwritten.\n")
+    assert server_found.locate(params)["manager"] in ("systemd", "process")
+    # systemd knows it until it reads its files again.
+    unit.unlink()
+    server_found.locate(dict(params, manager="process"))
+
+
+def test_no_unit_is_written_over_one_of_the_operators(monkeypatch, tmp_path):
+    unit = tmp_path / "hidden-state-extraction.service"
+    unit.write_text("[Service]\n")
+    named(monkeypatch, unit)
+    with pytest.raises(sq.ServiceError, match="extraction_service_name"):
+        service_worker.Worker(FakeModule(manager="systemd", state="unclaimed")).run()
+    unit.write_text(sq.OUR_MARK)
+    with pytest.raises(Outcome) as caught:
+        service_worker.Worker(FakeModule(manager="systemd", state="unclaimed")).run()
+    assert not caught.value.failed and not caught.value.values["changed"]
+
+
+def test_the_unit_that_the_role_writes_carries_the_mark():
+    template = jinja2.Environment(loader=jinja2.FileSystemLoader(ROLE / "templates"), trim_blocks=True).get_template("unit.service.j2")
+    values = dict.fromkeys(jinja2.meta.find_undeclared_variables(template.environment.parse((ROLE / "templates/unit.service.j2").read_text())), "")
+    assert template.render(values, _service_command=["/bin/true"], _service_restart_prevent_codes=[]).startswith(sq.OUR_MARK)
