@@ -67,7 +67,7 @@ def executable(argv, environment, directory):
 def record(pid, inside=False):
     """All that a living process was started with; ``inside`` a container its program is not looked for.
 
-    ``argv``, ``executable``, ``environment``, ``directory``, ``user`` (``uid``, ``gid``, ``groups``), ``umask``, ``limits``, ``nice``.
+    ``argv``, ``executable``, ``environment``, ``directory``, ``user`` (``uid``, ``gid``, ``groups``), ``umask``, ``limits``, ``nice``, ``affinity``.
     Raises RecordError where a part of it cannot be read.
     """
     try:
@@ -89,6 +89,8 @@ def record(pid, inside=False):
             "umask": int(status["Umask"][0], 8) if "Umask" in status else 0o022,
             "limits": _limits(pid),
             "nice": os.getpriority(os.PRIO_PROCESS, pid),
+            # The CPUs that numactl or taskset left to it.
+            "affinity": sorted(os.sched_getaffinity(pid)),
         }
     except (OSError, KeyError, ValueError) as error:
         raise RecordError("process %d cannot be recorded (%s): run as root, or as its user" % (pid, error)) from error
@@ -102,6 +104,8 @@ def launch_of(found, arguments=None, environment=None):
     """The part of a record that a start needs; with other arguments (all after the program) and more environment."""
     keys = ("argv", "executable", "environment", "directory", "user", "umask", "limits", "nice")
     launch = {key: found[key] for key in keys}
+    # A record of an earlier release has none.
+    launch["affinity"] = found.get("affinity") or []
     if arguments is not None:
         launch["argv"] = found["argv"][:1] + list(arguments)
     launch["environment"] = dict(found["environment"], **(environment or {}))
@@ -127,21 +131,29 @@ def differences(seen, launch):
     return lines
 
 
-def write(path, content, mode=0o600, owner=None):
-    """Put a file in place at once: JSON of a dictionary, or text. Returns whether it changed."""
-    data = content if isinstance(content, str) else json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
-    data = data.encode("utf-8", "surrogateescape")
+def _data(content):
+    text = content if isinstance(content, str) else json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
+    return text.encode("utf-8", "surrogateescape")
+
+
+def differs(path, content, mode=0o600, owner=None):
+    """Whether ``write`` would change a file."""
     try:
         with open(path, "rb") as stream:
             about = os.fstat(stream.fileno())
-            if stream.read() == data and about.st_mode & 0o777 == mode and owner in (None, about.st_uid):
-                return False
+            return stream.read() != _data(content) or about.st_mode & 0o777 != mode or owner not in (None, about.st_uid)
     except OSError:
-        pass
+        return True
+
+
+def write(path, content, mode=0o600, owner=None):
+    """Put a file in place at once: JSON of a dictionary, or text. Returns whether it changed."""
+    if not differs(path, content, mode, owner):
+        return False
     descriptor, temporary = tempfile.mkstemp(prefix=".new-", dir=os.path.dirname(path))
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
+            stream.write(_data(content))
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, mode)

@@ -9,9 +9,11 @@ repeats the operator's arguments and environment.
 
 from __future__ import annotations
 
+import grp
 import hashlib
 import json
 import os
+import pwd
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import container_query as cq
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
@@ -25,6 +27,14 @@ RUN_DIR = "/run/hidden_state_bridge"
 UNITS_DIR = "/run/systemd/system"
 DROPIN = "50-hidden-state-bridge.conf"
 GATE = "SGLANG_HS_DUMP_DIR"
+SETPRIV = "/usr/bin/setpriv"
+
+# What systemd gives to each start of a unit by itself.
+_OF_SYSTEMD = (
+    *("INVOCATION_ID", "JOURNAL_STREAM", "SYSTEMD_EXEC_PID", "MAINPID", "MANAGERPID", "CREDENTIALS_DIRECTORY"),
+    *("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "FDSTORE"),
+    *("MEMORY_PRESSURE_WATCH", "MEMORY_PRESSURE_WRITE"),
+)
 
 
 def captures(environment):
@@ -40,12 +50,8 @@ def make_record(located, service):
     manager = located["manager"]
     if service["pid"] is not None:
         record = pr.record(service["pid"], inside=manager in cq.ENGINES)
-        main = hp.process(_main_pid(located)) if manager == "unit" else None
-        if main and main["environment"] is not None:
-            # What a wrapper script of the unit changed before it started the server.
-            inside, outside = record["environment"], main["environment"]
-            record["added"] = {key: value for key, value in inside.items() if outside.get(key) != value}
-            record["removed"] = sorted(set(outside) - set(inside))
+        if manager == "unit":
+            record.update(_done_by_wrapper(located["service"], record))
     elif manager == "unit":
         record = _unit_as_written(located["service"])
     elif manager in cq.ENGINES:
@@ -55,9 +61,29 @@ def make_record(located, service):
     return dict(record, manager=manager, service=located["service"])
 
 
-def _main_pid(located):
-    code, out, _err = sq.run(["systemctl", "show", sq.unit_name(located["service"]), "--property=MainPID", "--value"])
-    return int(out.strip() or 0) if code == 0 else 0
+def _done_by_wrapper(service, record):
+    """What a unit's script did before it started the server that the unit's other settings do not say.
+
+    ``removed`` variables, known where the script still runs, and whether it ``switched`` the user.
+    """
+    code, out, _err = sq.run(["systemctl", "show", sq.unit_name(service), "--property=MainPID,User,Group,DynamicUser"])
+    unit = dict(line.split("=", 1) for line in out.splitlines() if "=" in line) if code == 0 else {}
+    main = hp.process(int(unit.get("MainPID") or 0))
+    outside = (main or {"environment": None})["environment"] or {}
+    own = record["user"]["uid"], record["user"]["gid"]
+    switched = bool(unit) and unit.get("DynamicUser") != "yes" and _ids(unit.get("User"), unit.get("Group"), own) != own
+    return {"removed": sorted(set(outside) - set(record["environment"])), "switched": switched}
+
+
+def _ids(user, group, unknown):
+    """(user id, group id) of a unit's User= and Group=; ``unknown`` where this host has no such names."""
+    try:
+        entry = pwd.getpwuid(int(user or 0)) if (user or "0").isdigit() else pwd.getpwnam(user)
+        if not group:
+            return entry.pw_uid, entry.pw_gid
+        return entry.pw_uid, int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        return unknown
 
 
 def _unit_as_written(name):
@@ -139,13 +165,15 @@ def unit_files(service):
 def unit_layer(record, argv, environment, tag):
     """Paths and contents of the files that make a unit of the operator's capture."""
     dropin, variables = unit_files(record["service"])
-    layer = dict(record.get("added") or {}, **environment)
+    layer = {key: value for key, value in record["environment"].items() if key not in _OF_SYSTEMD}
+    layer.update(environment)
     layer[sq.TAG_VARIABLE] = tag
     lines = [
         "# capture: written by hidden_state.bridge on top of the unit; gone after a reboot.",
         "[Service]",
         "Type=exec",
         "PIDFile=",
+        "WatchdogSec=0",
         # As a unit of ours: a wrong argument ends the wait at once, and is the last thing in the log.
         "Restart=on-failure",
         "RestartSec=10",
@@ -153,9 +181,28 @@ def unit_layer(record, argv, environment, tag):
         "EnvironmentFile=" + variables,
     ]
     lines += ["UnsetEnvironment=" + name for name in record.get("removed") or []]
-    lines += ["ExecStart=", "ExecStart=" + " ".join(map(_systemd_word, [record["executable"]] + argv[1:]))]
+    words = [record["executable"]] + argv[1:]
+    if "directory" in record:
+        lines += _as_it_ran(record)
+    if record.get("switched"):
+        # User= would hold for what the unit runs before and after the server too.
+        user = record["user"]
+        groups = "--groups=" + ",".join(map(str, user["groups"])) if user["groups"] else "--clear-groups"
+        words = ["!" + SETPRIV, "--reuid=%d" % user["uid"], "--regid=%d" % user["gid"], groups, "--", *words]
+    lines += ["ExecStart=", "ExecStart=" + " ".join(map(_systemd_word, words))]
     text = "".join(_environment_line(key, layer[key]) for key in sorted(layer))
     return {dropin: "\n".join(lines) + "\n", variables: text}
+
+
+def _as_it_ran(record):
+    """Settings of a unit that give what a script (cd, umask, ulimit, nice, taskset) gave to the recorded process."""
+    lines = ["WorkingDirectory=" + record["directory"].replace("%", "%%"), "UMask=%04o" % record["umask"], "Nice=%d" % record["nice"]]
+    for name, pair in sorted(record["limits"].items()):
+        values = ":".join("infinity" if value == -1 else str(value) for value in pair)
+        lines.append("Limit%s=%s" % (name[len("RLIMIT_") :], values))
+    if record.get("affinity"):
+        lines += ["CPUAffinity=", "CPUAffinity=" + " ".join(map(str, record["affinity"]))]
+    return lines
 
 
 def lay_files(files, check_mode=False):
@@ -165,8 +212,8 @@ def lay_files(files, check_mode=False):
         if not check_mode:
             os.makedirs(os.path.dirname(path), mode=0o755 if path.startswith(UNITS_DIR) else 0o700, exist_ok=True)
             changed = pr.write(path, content) or changed
-        elif not os.path.exists(path):
-            changed = True
+        else:
+            changed = pr.differs(path, content) or changed
     return changed
 
 

@@ -159,9 +159,15 @@ RECORD = {
     "service": "operators",
     "argv": ["python3", "-m", "sglang.launch_server", "--model-path", '/m %i $x "q"', "--enable-mixed-chunk"],
     "executable": "/opt/bin/python3",
-    "environment": {"A": "1", "FROM_SCRIPT": "y"},
-    "added": {"FROM_SCRIPT": "y"},
+    "environment": {"A": "1", "FROM_SCRIPT": "y", "INVOCATION_ID": "abc", "NOTIFY_SOCKET": "/run/systemd/notify"},
+    "directory": "/srv/100% sglang",
+    "user": {"uid": 1234, "gid": 1235, "groups": [44, 1235]},
+    "umask": 0o027,
+    "limits": {"RLIMIT_NOFILE": [65535, 1048576], "RLIMIT_MEMLOCK": [-1, -1]},
+    "nice": -5,
+    "affinity": [0, 1, 8],
     "removed": ["GONE"],
+    "switched": False,
 }
 
 
@@ -184,12 +190,47 @@ def test_the_layer_of_a_unit():
         "UnsetEnvironment=GONE",
         "EnvironmentFile=" + variables,
     } <= set(lines)
-    assert files[variables] == 'FROM_SCRIPT="y"\nHIDDEN_STATE_BRIDGE_SERVICE="tag"\nSGLANG_HS_DUMP_DIR="/dumps"\n'
+    # All of the process's variables but those that systemd gives to each start: which ones a script set is not to be seen once it is gone.
+    assert files[variables] == 'A="1"\nFROM_SCRIPT="y"\nHIDDEN_STATE_BRIDGE_SERVICE="tag"\nSGLANG_HS_DUMP_DIR="/dumps"\n'
+
+
+def test_what_a_script_did_before_it_started_the_server_holds_in_capture_too():
+    dropin = layer.unit_files("operators")[0]
+    lines = layer.unit_layer(RECORD, RECORD["argv"], {}, "tag")[dropin].splitlines()
+    assert {
+        "WorkingDirectory=/srv/100%% sglang",
+        "UMask=0027",
+        "Nice=-5",
+        "LimitNOFILE=65535:1048576",
+        "LimitMEMLOCK=infinity:infinity",
+        "CPUAffinity=0 1 8",
+    } <= set(lines)
+    assert not any(line.startswith(("User=", "Group=")) for line in lines)
+    for groups, option in (([44, 1235], "--groups=44,1235"), ([], "--clear-groups")):
+        record = dict(RECORD, switched=True, user=dict(RECORD["user"], groups=groups))
+        line = layer.unit_layer(record, RECORD["argv"], {}, "tag")[dropin].splitlines()[-1]
+        assert line.startswith(f'ExecStart="!/usr/bin/setpriv" "--reuid=1234" "--regid=1235" "{option}" "--" "/opt/bin/python3" "-m"')
+    # Of a unit that does not run, only what its file says is known.
+    bare = {key: RECORD[key] for key in ("service", "argv", "executable")}
+    assert "UMask" not in layer.unit_layer(dict(bare, environment={}), RECORD["argv"], {}, "tag")[dropin]
+
+
+@pytest.mark.parametrize(
+    "user, group, dynamic, switched",
+    [("", "", "no", False), ("root", "", "no", False), ("0", "root", "no", False), ("nobody", "", "no", True), ("x", "", "yes", False)],
+)
+def test_a_user_that_a_script_changed_to_is_told_from_the_units_own(monkeypatch, user, group, dynamic, switched):
+    text = "MainPID=0\nUser=%s\nGroup=%s\nDynamicUser=%s\n" % (user, group, dynamic)
+    monkeypatch.setattr(layer.sq, "run", lambda *_args, **_more: (0, text, ""))
+    monkeypatch.setattr(pr, "record", lambda *_args, **_more: {"environment": {}, "user": {"uid": 0, "gid": 0, "groups": []}})
+    assert layer.make_record({"manager": "unit", "service": "x"}, {"pid": 1})["switched"] is switched
 
 
 def test_what_is_laid_is_private_and_taken_away(tmp_path):
     path = str(tmp_path / "a" / "b")
+    assert layer.lay_files({path: "x"}, check_mode=True) and not os.path.exists(path)
     assert layer.lay_files({path: "x"}) and not layer.lay_files({path: "x"})
+    assert layer.lay_files({path: "y"}, check_mode=True) and not layer.lay_files({path: "x"}, check_mode=True)
     assert os.stat(path).st_mode & 0o777 == 0o600
     assert layer.take_files([path]) and not layer.take_files([path])
 

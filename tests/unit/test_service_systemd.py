@@ -158,5 +158,7 @@ def test_no_unit_is_written_over_one_of_the_operators(monkeypatch, tmp_path):
 
 def test_the_unit_that_the_role_writes_carries_the_mark():
     template = jinja2.Environment(loader=jinja2.FileSystemLoader(ROLE / "templates"), trim_blocks=True).get_template("unit.service.j2")
-    values = dict.fromkeys(jinja2.meta.find_undeclared_variables(template.environment.parse((ROLE / "templates/unit.service.j2").read_text())), "")
+    values = dict.fromkeys(
+        jinja2.meta.find_undeclared_variables(template.environment.parse((ROLE / "templates/unit.service.j2").read_text())), ""
+    )
     assert template.render(values, _service_command=["/bin/true"], _service_restart_prevent_codes=[]).startswith(sq.OUR_MARK)

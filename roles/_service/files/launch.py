@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start a process exactly as another one was started: arguments, environment, directory, user, umask, limits.
+"""Start a process exactly as another one was started: arguments, environment, directory, user, umask, limits, CPUs.
 
 python3 launch.py FILE
 
-FILE is JSON, readable by its owner only, with `argv`, `executable`, `environment`, `directory`, `user`, `umask`, `limits` and
-`nice`, as process_record.py writes it. The process takes the place of this one.
+FILE is JSON, readable by its owner only, with `argv`, `executable`, `environment`, `directory`, `user`, `umask`, `limits`,
+`nice` and `affinity`, as process_record.py writes it. The process takes the place of this one.
 Exit status 2 where it cannot be started, with the reason.
 """
 
@@ -19,7 +19,7 @@ def bytes_of(text):
 
 
 def become(launch):
-    """Take on limits, user, umask and directory; root is needed for another user than one's own."""
+    """Take on limits, CPUs, user, umask and directory; root is needed for another user than one's own."""
     for name, wanted in launch["limits"].items():
         kind = getattr(resource, name)
         if resource.getrlimit(kind) != tuple(wanted):
@@ -30,6 +30,11 @@ def become(launch):
                 print("hidden_state_bridge: %s stays %s: %s" % (name, resource.getrlimit(kind), error), file=sys.stderr)
     if launch["nice"] != os.getpriority(os.PRIO_PROCESS, 0):
         os.setpriority(os.PRIO_PROCESS, 0, launch["nice"])
+    if launch.get("affinity") and set(launch["affinity"]) != os.sched_getaffinity(0):
+        try:
+            os.sched_setaffinity(0, launch["affinity"])
+        except OSError as error:
+            print("hidden_state_bridge: CPUs stay %s: %s" % (sorted(os.sched_getaffinity(0)), error), file=sys.stderr)
     user = launch["user"]
     if os.geteuid() == 0:
         os.setgroups(user["groups"])
