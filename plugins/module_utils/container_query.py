@@ -176,7 +176,11 @@ def _devices(facts):
             words += ["--gpus", '"device=%s"' % ",".join(request["DeviceIDs"])]
         elif any("gpu" in group for group in request.get("Capabilities") or []):
             words += ["--gpus", "all" if request.get("Count", -1) < 0 else str(request["Count"])]
-    made = (facts.get("Config") or {}).get("CreateCommand") or []
+    config = facts.get("Config") or {}
+    made, command = config.get("CreateCommand") or [], config.get("Cmd") or []
+    if command and made[-len(command) :] == command:
+        # What comes after the image is the server's: SGLang has a --device too.
+        made = made[: -len(command)]
     asked = []
     for index, word in enumerate(made):
         option, equals, value = word.partition("=")

@@ -235,6 +235,11 @@ def source_copy(service):
     return os.path.join(RUN_DIR, "containers", service, "sglang")
 
 
+def place_file(service):
+    """Where it is kept where SGLang lies in a container's image."""
+    return os.path.join(RUN_DIR, "containers", service, "place.json")
+
+
 def container_layer(record, argv, environment, tag, package):
     """Paths and contents of the files that make a server in a container capture. ``package`` is SGLang's directory inside."""
     engine, service = record["manager"], record["service"]

@@ -63,14 +63,16 @@ def _container_place(located, record, model, params):
     """SGLang in an image: asked for inside, and its model source copied to where it can be patched."""
     engine, name = located["manager"], located["service"]
     copy = layer.source_copy(name)
-    kept = os.path.join(os.path.dirname(copy), "place.json")
+    kept = layer.place_file(name)
     facts = cq.inspect(engine, name)
     if not facts:
         raise sq.ServiceError("%s has no container %s" % (engine, name))
     cq.refuse(engine, facts)
-    place = pr.read(kept)
+    # After a reboot there is what was recorded: a container that was stopped for its capture cannot be asked.
+    place, was = pr.read(kept), record.get("place")
     if not place or place.get("image") != facts["Image"]:
-        place = dict(_ask_inside(engine, name, facts, record), image=facts["Image"])
+        recorded = was and was.get("image") == facts["Image"]
+        place = was if recorded else dict(_ask_inside(engine, name, facts, record), image=facts["Image"])
         for part in _COPIED:
             try:
                 cq.copy_out(engine, name, os.path.join(place["package"], part), os.path.join(copy, part))

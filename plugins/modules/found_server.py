@@ -137,6 +137,8 @@ def record(params, located, check_mode):
     if capturing or (known and service["pid"] is None):
         return layer.read_record(params["state_dir"], params["name"]), False
     made = layer.make_record(located, service)
+    if located["manager"] in cq.ENGINES:
+        made["place"] = pr.read(layer.place_file(located["service"]))
     if known == made:
         return made, False
     if not check_mode:

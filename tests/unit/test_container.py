@@ -11,7 +11,10 @@ import pytest
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import container_query as cq
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
-from ansible_collections.hidden_state.bridge.plugins.module_utils import service_control, service_query
+from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
+from ansible_collections.hidden_state.bridge.plugins.module_utils import server_layer as layer
+from ansible_collections.hidden_state.bridge.plugins.module_utils import server_place, service_control, service_query
+from ansible_collections.hidden_state.bridge.plugins.modules import found_server
 
 ID = "0123456789abcdef" * 4
 DOCKER = {
@@ -97,6 +100,14 @@ def test_a_container_of_podman():
         *("--init", "--shm-size", "1073741824", "--device", "nvidia.com/gpu=all", "--gpus", "all", "--tmpfs", "/scratch:size=1g"),
         *("--user", "1000:1000", "--entrypoint", "python3", "bbbb", *ARGV[1:]),
     ]
+
+
+def test_what_the_server_is_told_is_not_told_to_podman():
+    command = ["-m", "sglang.launch_server", "--device", "cuda"]
+    created = ["podman", "run", "--device", "nvidia.com/gpu=all", "image", *command]
+    facts = dict(PODMAN, Config=dict(PODMAN["Config"], Cmd=command, CreateCommand=created))
+    words = cq.capture_command("podman", facts, ["python3", *command], "/run/x.env", [])
+    assert words[: words.index("bbbb")].count("--device") == 1 and "nvidia.com/gpu=all" in words
 
 
 def test_variables_of_a_container():
@@ -264,3 +275,39 @@ def test_a_capture_container_that_ended_is_taken_away(engine):
 def test_no_such_container_and_no_such_engine(engine):
     assert cq.query("podman", "other")["state"] == "absent"
     assert cq.inspect("no-engine-of-that-name", "sglang") is None
+
+
+# -- after a reboot ---------------------------------------------------------------------------------------
+
+
+def test_a_container_that_was_stopped_for_its_capture_is_known_after_a_reboot(monkeypatch, tmp_path):
+    """What lay under /run is gone, and the container, which cannot be asked, waits to be started."""
+    place = {"package": "/sgl/sglang", "release": "0.5.9", "image": PODMAN["Image"]}
+    facts = dict(PODMAN, State={"Status": "exited", "Pid": 0, "ExitCode": 0})
+    copied = []
+    monkeypatch.setattr(layer, "RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(cq, "inspect", lambda _engine, name: facts if name == "sglang" else None)
+    monkeypatch.setattr(
+        cq,
+        "copy_out",
+        lambda _engine, _name, inside, outside: (os.makedirs(os.path.dirname(outside), exist_ok=True), copied.append(inside)),
+    )
+    located = {"manager": "podman", "service": "sglang", "pid": None}
+    params = {"name": "sglang", "state_dir": str(tmp_path / "state"), "python": None, "model": None}
+    monkeypatch.setattr(layer, "make_record", lambda *_args: {"argv": ARGV, "manager": "podman", "service": "sglang"})
+    serving = {"pid": 7, "environment": {}, "state": "running"}
+    stopped = {"pid": None, "environment": None, "state": "stopped"}
+    monkeypatch.setattr(found_server.found, "service_of", lambda *_args: serving)
+    Path(layer.place_file("sglang")).parent.mkdir(parents=True)
+    pr.write(layer.place_file("sglang"), place)
+    made, _changed = found_server.record(params, located, check_mode=False)
+    assert made["place"] == place
+
+    Path(layer.place_file("sglang")).unlink()
+    found = server_place.found_place(located, stopped, params)
+    assert (found["package"], found["release"], found["arguments"]) == ("/sgl/sglang", "0.5.9", ARGV[1:])
+    assert copied[0] == "/sgl/sglang/srt/models/deepseek_v2.py" and pr.read(layer.place_file("sglang")) == place
+    # Of another image, nothing is known.
+    facts["Image"] = "cccc"
+    with pytest.raises(service_query.ServiceError, match="does not run"):
+        server_place.found_place(located, stopped, params)
