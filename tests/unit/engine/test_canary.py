@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import fake_server
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from fake_server import FakeServer
 
-from hidden_state_bridge import canary_compare
+from hidden_state_bridge import canary_compare, dumps
 from hidden_state_bridge.canary import choose, run_canary
 from hidden_state_bridge.canary_compare import compare_hosts, distances
 from hidden_state_bridge.config import read_config
@@ -106,6 +107,33 @@ def test_ranks_that_hold_the_same_states_pass(site, fault):
         result = run_canary(read_config({**site.config, "url": server.url}))
     assert result["ok"] and "4 ranks: the farthest state is 0.0e+00 apart" in result["table"][-1]
     assert os.listdir(site.dumps) == []
+
+
+def test_an_extractor_at_work_leaves_the_dumps_of_a_canary_alone(site, monkeypatch):
+    write, config, removed = FakeServer.dump, read_config(site.config), []
+
+    def swept(server, rid, *arguments):
+        write(server, rid, *arguments)
+        removed.append(dumps.remove(config.dump_dir, config.rid_stem))
+
+    monkeypatch.setattr(FakeServer, "dump", swept)
+    with FakeServer(site.dumps) as server:
+        server.ranks = 2
+        assert run_canary(read_config({**site.config, "url": server.url}))["ok"]
+    assert set(removed) == {0}
+
+
+def test_what_a_killed_canary_left_goes_with_the_next(site):
+    os.mkdir(os.path.join(site.dumps, "expect"))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name, process in (("canary-0123456789ab", ended.pid), ("fp-canary-0123456789ab", ended.pid), ("canary-0123456789ab", os.getpid())):
+        (site.dumps / f"hsb-{name}-{process}-1-a0.0.safetensors").touch()
+    (site.dumps / "expect" / "0").write_text(f"hsb-canary-0123456789ab-{ended.pid}-1-t0")
+    with FakeServer(site.dumps) as server:
+        run_canary(read_config({**site.config, "url": server.url}))
+    assert sorted(os.listdir(site.dumps)) == ["expect", f"hsb-canary-0123456789ab-{os.getpid()}-1-a0.0.safetensors"]
+    assert os.listdir(site.dumps / "expect") == []
 
 
 def test_ranks_of_other_hosts_are_not_waited_for(site):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from typing import Any
 
 import numpy as np
 
 from hs_capture import dumpfile
-from hs_capture.fingerprints import RID_SUFFIX
 
 from . import dumps
 from .canary_compare import AGREEMENT, FUSION_TOKENS, TOLERANCE, Comparison, distances
@@ -26,6 +26,7 @@ from .packed import PackedDataset, Record
 
 RECORDS = 6
 POLL_SECONDS = 0.005
+_PROCESS = re.compile(r"canary-[0-9a-f]+-(\d+)-\d+-")
 
 
 def choose(lengths: np.ndarray) -> list[int]:
@@ -74,11 +75,17 @@ async def _fingerprints(client: Client, config: ExtractConfig, record: Record, r
     return found
 
 
+def _left(name: str) -> bool:
+    """Whether that is of a canary whose process is no more: it was killed, and nobody else removes it."""
+    process = _PROCESS.search(name)
+    return process is not None and not os.path.exists(f"/proc/{process[1]}")
+
+
 async def _run(config: ExtractConfig, dataset: PackedDataset) -> dict[str, Any]:
     layout = dumps.Layout(tuple(config.layers), config.final, config.hidden_size, config.dtype)
     records = [dataset.record(index) for index in choose(dataset.lengths)]
-    turn = f"{config.run}-canary-{os.getpid()}-{time.time_ns()}-"
-    stem, asking = f"{config.rid_prefix}{turn}", f"{config.rid_prefix}{RID_SUFFIX}{turn}"
+    turn = f"{config.run}-{os.getpid()}-{time.time_ns()}-"
+    stem, asking = config.canary_stem + turn, config.asking_stem + turn
     ranks_prints: list[list[dict[str, np.ndarray]]] = []
     comparison = Comparison(layout)
     try:
@@ -147,4 +154,6 @@ def run_canary(config: ExtractConfig) -> dict[str, Any]:
     prints: what `compare_hosts` takes.
     """
     dumps.check_directory(config.dump_dir)
+    for stem in (config.canary_stem, config.asking_stem):
+        dumps.remove(config.dump_dir, stem, _left)
     return asyncio.run(_run(config, PackedDataset(config.dataset)))

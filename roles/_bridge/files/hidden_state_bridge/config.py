@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hs_manifest
+from hs_capture.fingerprints import RID_SUFFIX
 
 from .errors import ConfigError
 from .formats import FORMATS, unfit
@@ -91,6 +92,16 @@ class ExtractConfig:
     def rid_stem(self) -> str:
         """What the rids of this run, and of no other, begin with."""
         return f"{self.rid_prefix}{self.run}-"
+
+    @property
+    def canary_stem(self) -> str:
+        """What the rids of a canary begin with, outside of `rid_stem`: an extractor at work removes what it does not await there."""
+        return f"{self.rid_prefix}canary-"
+
+    @property
+    def asking_stem(self) -> str:
+        """As `canary_stem`, of requests that ask each rank for fingerprints."""
+        return f"{self.rid_prefix}{RID_SUFFIX}canary-"
 
 
 _TEXT = ("run", "dataset", "share", "url", "dump_dir", "output_dir", "final", "dtype", "rid_prefix")

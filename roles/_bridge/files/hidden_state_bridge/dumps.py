@@ -7,6 +7,7 @@ import asyncio
 import os
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -286,16 +287,17 @@ def remove_spares(directory: str) -> None:
     unlink(directory, [name for name in os.listdir(directory) if dumpfile.is_spare(name)])
 
 
-def remove(directory: str, stem: str) -> int:
+def remove(directory: str, stem: str, wanted: Callable[[str], bool] = lambda name: True) -> int:
     """Remove dumps, markers and expect list entries of the rids that begin with `stem` (a rid and a dot: of that rid).
 
-    Returns how many dumps and markers there were.
+    wanted: takes a name, or an entry's rid and a dot, and says whether it is to go. Returns how many dumps and markers went.
     """
-    found = names(directory, stem)
+    found = [name for name in names(directory, stem) if wanted(name)]
     unlink(directory, found)
     listed = os.path.join(directory, expect.DIRECTORY)
     if os.path.isdir(listed):
-        unlink(listed, [name for name in os.listdir(listed) if _rid_in(os.path.join(listed, name)).startswith(stem)])
+        rids = {name: _rid_in(os.path.join(listed, name)) for name in os.listdir(listed)}
+        unlink(listed, [name for name, rid in rids.items() if rid.startswith(stem) and wanted(rid)])
     return len(found)
 
 
