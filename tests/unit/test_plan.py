@@ -131,6 +131,29 @@ def test_the_share_of_a_host_that_is_not_asked_stays_its_own(dataset, tmp_path):
     assert make_plan(request(dataset, tmp_path, there))["held"] == {}
 
 
+def test_what_a_host_did_under_earlier_plans_stays_its_own(dataset, tmp_path):
+    first = make_plan(request(dataset, tmp_path, {"a": {}, "b": {}}, commit=True))
+    done = {host: hs_manifest.encode_ranges(expand(ranges)[:50]) for host, ranges in first["shares"].items()}
+    second = make_plan(request(dataset, tmp_path, {host: {"done": ranges} for host, ranges in done.items()}, commit=True))
+    of_b = {*expand(done["b"]), *expand(second["shares"]["b"])}
+    for _time in range(2):
+        third = make_plan(request(dataset, tmp_path, {"a": {"done": done["a"]}}, commit=True))
+        assert third["held"]["b"]["records"] == len(of_b)
+        assert {*expand(third["shares"]["a"]), *expand(done["a"])} == set(range(RECORDS)) - of_b
+
+
+def test_a_pilot_without_a_host_leaves_its_share_its_own(dataset, tmp_path):
+    """Also where no record of the share is among those of the pilot."""
+    first = make_plan(request(dataset, tmp_path, {"a": {}, "b": {"weight": 0}}, commit=True, records=20))
+    pilot = expand(first["shares"]["a"])
+    full = make_plan(request(dataset, tmp_path, {"a": {"done": first["shares"]["a"]}, "b": {}}, commit=True))
+    make_plan(request(dataset, tmp_path, {"a": {"done": first["shares"]["a"]}}, commit=True, records=20))
+    again = make_plan(request(dataset, tmp_path, {"a": {"done": first["shares"]["a"]}}))
+    assert not set(pilot) & set(expand(full["shares"]["b"]))
+    assert again["held"]["b"]["records"] == len(expand(full["shares"]["b"]))
+    assert not set(expand(again["shares"]["a"])) & set(expand(full["shares"]["b"]))
+
+
 def test_a_look_ahead_leaves_the_ledger_alone(dataset, tmp_path):
     make_plan(request(dataset, tmp_path, {"a": {}, "b": {}}))
     assert make_plan(request(dataset, tmp_path, {"a": {}}))["held"] == {}

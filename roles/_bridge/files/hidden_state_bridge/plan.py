@@ -38,8 +38,8 @@ def make_plan(request: dict[str, Any]) -> dict[str, Any]:
 
     Of a host: done: ranges of its records; weight: a number, 0 takes nothing; share: the ranges that its extractor is at
     work on, empty where none is; tokens, seconds: of its last start. Optional: `records` makes a pilot of so many;
-    `ledger` (a file) and `run` say what hosts that are not asked were given before, which stays theirs unless `reassign`;
-    `commit` writes the plan into the ledger.
+    `ledger` (a file) and `run` say what hosts that are not asked had done and were given before, which stays theirs unless
+    `reassign`; `commit` writes what the hosts that are asked have done and are given into the ledger.
 
     Extractors at work keep their shares, letter by letter, while all that is left is theirs and no other host could take
     some of it. Else
@@ -56,10 +56,9 @@ def make_plan(request: dict[str, Any]) -> dict[str, Any]:
     with shares.Ledger(request["ledger"], request["run"]) as ledger:
         plan = _plan(request, dataset, ledger.shares)
         if request.get("commit"):
-            given = dict(plan["shares"])
-            if not request.get("reassign"):
-                given.update((host, ledger.shares[host]) for host in plan["held"])
-            ledger.write(given)
+            kept = {} if request.get("reassign") else ledger.shares
+            had = {host: shares.join(plan["shares"][host], asked.get("done") or "") for host, asked in request["hosts"].items()}
+            ledger.write({**kept, **had})
     return plan
 
 
@@ -73,7 +72,7 @@ def _plan(request: dict[str, Any], dataset: PackedDataset, before: dict[str, str
     left = wanted & ~done
     held = {}
     for host in sorted(set(before) - set(names)) if not request.get("reassign") else ():
-        mask = mask_of(before[host], count, f"the last share of host {host}") & left
+        mask = mask_of(before[host], count, f"the ledger: host {host}") & left
         if mask.any():
             held[host] = {"records": int(mask.sum()), "tokens": int(lengths[mask].sum())}
             left &= ~mask

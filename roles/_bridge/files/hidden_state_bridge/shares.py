@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: which host was given which records, kept on the controller from plan to plan.
+"""The ledger: which host had done and was given which records, kept on the controller from plan to plan.
 
-A host that does not answer may still be at work on its share. Only the ledger knows that share then.
+A host that does not answer may still be at work on its share. Only the ledger knows that share, and what it did before, then.
 """
 
 from __future__ import annotations
@@ -74,8 +74,13 @@ class Ledger:
         shares = {
             name: hs_manifest.encode_ranges(_numbers(given) - moved) if name in givers else given for name, given in self.shares.items()
         }
-        shares[host] = hs_manifest.encode_ranges(_numbers(shares.get(host, "")) | moved)
+        shares[host] = join(shares.get(host, ""), ranges)
         self.write(shares)
+
+
+def join(one: str, other: str) -> str:
+    """The ranges of the records in either."""
+    return hs_manifest.encode_ranges(_numbers(one) | _numbers(other))
 
 
 def _numbers(ranges: str) -> set[int]:
