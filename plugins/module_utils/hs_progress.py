@@ -128,11 +128,16 @@ def observe(path, run=None, service="unknown", output_format=None):
         return found
     alive = os.path.isdir(path) and hs_manifest.is_locked(path)
     # Read after the lock was seen free, the status is the last that its extractor wrote.
-    status = hs_manifest.read_json(os.path.join(path, hs_manifest.STATUS)) or {}
-    state = status.get("state", "absent" if not known else "stopped")
+    unsaid = "stopped" if known else "absent"
+    try:
+        status = hs_manifest.read_json(os.path.join(path, hs_manifest.STATUS)) or {}
+    except hs_manifest.ManifestError:
+        # The last one is durable. A loss of power tears only what a working extractor wrote.
+        status, unsaid = {}, "running"
+    state = status.get("state", unsaid)
     message = status.get("message") or ""
     if alive:
-        state = "running" if state == "running" else "starting"
+        state = "running" if status.get("state") == "running" else "starting"
     elif service in ("running", "starting"):
         # The service is up and has not taken the lock: what status.json says is of an earlier start.
         state, message = "starting", ""

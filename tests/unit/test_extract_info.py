@@ -48,6 +48,20 @@ def test_a_stopped_run_and_another_identity(ask, tmp_path):
     assert found["run"] == hm.run_of({**IDENTITY, "final": "both"})
 
 
+@pytest.mark.parametrize("content", ["", '{"state": "runn'])
+def test_a_status_that_a_loss_of_power_tore_is_of_an_extractor_that_died(ask, tmp_path, content):
+    out = str(tmp_path / "host")
+    hm.claim_directory(out, hm.run_of(IDENTITY))
+    hm.claim_run(out, IDENTITY, {})
+    (tmp_path / "host" / hm.STATUS).write_text(content)
+    found = ask(output_dir=out)
+    assert (found["state"], found["status"], found["failed"]) == ("dead", {}, [])
+    assert "start it again and it goes on where it was" in found["message"]
+    lock = hm.Lock(out)
+    assert ask(output_dir=out)["state"] == "starting"
+    lock.close()
+
+
 def test_lengths_and_pace_of_what_is_done(ask, tmp_path):
     out = str(tmp_path / "host")
     hm.claim_directory(out, hm.run_of(IDENTITY))
