@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import datetime
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from extractor_process import RECORDS
@@ -13,8 +17,12 @@ from fake_server import FakeServer
 from small_tmpfs import fill, small_tmpfs
 
 import hs_manifest
-from hidden_state_bridge import dumps
+import hs_progress
+from hidden_state_bridge import dumps, extract
+from hidden_state_bridge.client import ServerAway
+from hidden_state_bridge.config import read_config
 from hidden_state_bridge.errors import ConfigError
+from hidden_state_bridge.extract import Extraction
 
 NOBODY = 65534
 BAD_DUMPS = {
@@ -95,6 +103,34 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(site):
     with FakeServer(site.dumps, lambda rid, input_ids, tries: "503" if tries < 2 else "ok") as server:
         site.run(url=server.url, server_wait=30, share="0-5")
     assert site.status()["state"] == "done" and site.status()["message"] == ""
+
+
+def test_any_number_of_tries_goes_to_a_server_that_is_away(site, monkeypatch):
+    extraction, left = Extraction(read_config(site.config)), iter(range(1500))
+    extraction.progress, rids = SimpleNamespace(generation=2), []
+
+    async def once(_record, rid):
+        rids.append(rid)
+        if next(left, None) is not None:
+            raise ServerAway("HTTP 503")
+
+    async def pause(_seconds):
+        pass
+
+    monkeypatch.setattr(extraction, "_once", once)
+    monkeypatch.setattr(extract.asyncio, "sleep", pause)
+    with ThreadPoolExecutor(1) as extraction._pool:
+        assert asyncio.run(extraction._attempts(SimpleNamespace(index=7))) == ""
+    assert len(set(rids)) == len(rids) == 1501 and rids[-1] == f"{extraction.config.rid_stem}7-2_1500"
+
+
+def test_the_time_to_end_ends_the_wait_for_a_server(site, capsys):
+    until = (datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=2)).isoformat()
+    with FakeServer(site.dumps, lambda *_: "503") as server:
+        assert extract.run_service(read_config({**site.config, "url": server.url, "server_wait": 20, "until": until})) == 0
+        assert server.requests
+    assert f"stopping: it is {until}; what is in flight is finished" in capsys.readouterr().out
+    assert site.status()["state"] == "stopped"
 
 
 def test_files_of_another_format_are_refused(site):
@@ -234,10 +270,21 @@ def test_too_little_free_space_is_refused_at_the_start(site):
     assert "make room and start again" in message
 
 
-def test_space_that_runs_out_stops_the_run_which_goes_on_later(site, monkeypatch):
-    from hidden_state_bridge import extract
-    from hidden_state_bridge.config import read_config
+def test_what_is_in_flight_counts_with_all_its_formats(site, monkeypatch):
+    config = read_config({**site.config, "format": ["specforge", "safetensors"], "min_free_bytes": 1 << 20})
+    extraction = Extraction(config)
+    extraction.dataset, extraction._capacity = site.dataset, 1 << 40
+    output = [int(length) * config.output_bytes_per_token for length in site.dataset.lengths]
+    monkeypatch.setattr(extract, "free_bytes", lambda _path: config.min_free_bytes + sum(output[:6]) + 1)
 
+    async def admitted():
+        return [record for record in range(len(output)) if not extraction.stopping and await extraction._admit(record)]
+
+    assert asyncio.run(admitted()) == list(range(6))
+    assert f"{hs_progress.size(sum(output[:7]))} that are in flight or next" in str(extraction.fatal)
+
+
+def test_space_that_runs_out_stops_the_run_which_goes_on_later(site, monkeypatch):
     def free(path):
         lines = (site.output / "manifest.jsonl").read_bytes().count(b"\n") if path == str(site.output) else 0
         return 1 << 30 if lines < 8 else 1 << 10
@@ -256,8 +303,7 @@ def test_space_that_runs_out_stops_the_run_which_goes_on_later(site, monkeypatch
 
 
 def test_a_full_output_file_system_names_the_record_and_loses_nothing(site, monkeypatch):
-    from hidden_state_bridge import extract, store
-    from hidden_state_bridge.config import read_config
+    from hidden_state_bridge import store
 
     real = store.store
 
@@ -278,7 +324,6 @@ def test_a_full_output_file_system_names_the_record_and_loses_nothing(site, monk
 
 @pytest.mark.parametrize("when", ["before it starts", "as it starts"])
 def test_an_output_file_system_without_a_byte_left_is_said_and_loses_nothing(site, when, monkeypatch, capsys):
-    from hidden_state_bridge import extract
     from hidden_state_bridge.__main__ import main
 
     with FakeServer(site.dumps) as server, small_tmpfs(site.output.parent, "2m"):
@@ -297,9 +342,6 @@ def test_an_output_file_system_without_a_byte_left_is_said_and_loses_nothing(sit
 
 
 def test_a_manifest_that_cannot_be_written_stops_before_the_next_line(site, monkeypatch):
-    from hidden_state_bridge import extract
-    from hidden_state_bridge.config import read_config
-
     calls = []
 
     def append(self, entries):

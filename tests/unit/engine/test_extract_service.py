@@ -19,6 +19,7 @@ from fake_server import FINAL, LAYERS, FakeServer, expected_state
 
 import hs_manifest
 import hs_progress
+from hidden_state_bridge import dumps, extract
 from hidden_state_bridge.config import read_config
 from hidden_state_bridge.extract import Extraction
 
@@ -195,9 +196,6 @@ def test_status_tells_rate_and_eta_while_running(site):
 
 
 def test_room_in_the_dump_directory_bounds_what_is_in_flight(site, monkeypatch):
-    from hidden_state_bridge import extract
-    from hidden_state_bridge.config import read_config
-
     largest = int(site.dataset.lengths.max()) * 136
     monkeypatch.setattr(extract, "free_bytes", lambda path: largest * 5 // 4 if path == str(site.dumps) else 1 << 40)
     with FakeServer(site.dumps, delay=0.01) as server:
@@ -214,6 +212,20 @@ def test_an_api_key_is_sent_and_not_shown(site):
         out = site.run(url=server.url, api_key_file=str(key), share="0-2")
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret-key"}
     assert "secret-key" not in out + (site.output / "status.json").read_text() + (site.output / "run.json").read_text()
+
+
+def test_a_sweep_that_fails_is_said_and_ends_nothing(site, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(5, "Input/output error", str(site.dumps))
+
+    monkeypatch.setattr(extract, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(extract, "STATUS_SECONDS", 0.02)
+    monkeypatch.setattr(dumps, "names", fail)
+    monkeypatch.setattr(dumps, "remove", lambda *_: 0)
+    with FakeServer(site.dumps, delay=0.1) as server:
+        assert extract.run_service(read_config({**site.config, "url": server.url, "concurrency": 1, "share": "0-5"})) == 0
+    said = capsys.readouterr().out
+    assert said.count(f"dumps that came too late cannot be removed: [Errno 5] Input/output error: '{site.dumps}'") > 3
 
 
 def test_dumps_that_came_too_late_do_not_stay(site, capsys):

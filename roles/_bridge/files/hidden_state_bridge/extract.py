@@ -37,7 +37,6 @@ LOG_SECONDS = 10.0
 LONGEST_PAUSE = 5.0
 DUMP_ROOM = 0.8
 DUMP_TRIES = 2
-TRIES_A_START = 1000
 LEAST_FAILURES_IN_A_ROW = 8
 
 
@@ -56,7 +55,7 @@ class Extraction:
         self._awaited: set[str] = set()
         self._failures_in_a_row = 0
         self._away_since: float | None = None
-        self._in_flight_bytes = 0
+        self._in_flight_tokens = 0
         self._manifest_error: OSError | None = None
         self._lock: hs_manifest.Lock | None = None
 
@@ -104,13 +103,14 @@ class Extraction:
         tokens_left = int(sum(lengths[record] for record in left))
         self.progress.plan(len(done), tokens_done, len(done) + len(left), tokens_done + tokens_left)
 
-    def _need_space(self) -> None:
-        """Raise ConfigError where the output file system falls below the low-water mark."""
+    def _need_space(self, tokens: int = 0) -> None:
+        """Raise ConfigError where what is in flight, and `tokens` more, take the output file system below the low-water mark."""
         config = self.config
-        free = free_bytes(config.output_dir)
-        if free - self._in_flight_bytes < config.min_free_bytes:
+        free, needed = free_bytes(config.output_dir), (self._in_flight_tokens + tokens) * config.output_bytes_per_token
+        if free - needed < config.min_free_bytes:
+            in_flight = f" for {hs_progress.size(needed)} that are in flight or next" if needed else ""
             raise ConfigError(
-                f"the file system of {config.output_dir} has {hs_progress.size(free)} free, and"
+                f"the file system of {config.output_dir} has {hs_progress.size(free)} free{in_flight}, and"
                 f" {hs_progress.size(config.min_free_bytes)} stay free (min_free_bytes); make room and start again:"
                 " the extraction goes on where it stopped"
             )
@@ -135,7 +135,9 @@ class Extraction:
         self.progress.begin()
         self.progress.write("running")
         with ThreadPoolExecutor(workers, "convert") as self._pool, ThreadPoolExecutor(1, "manifest") as self._appender:
-            background = [loop.create_task(self._record_entries()), loop.create_task(self._report())]
+            background = [loop.create_task(work) for work in (self._record_entries(), self._report(), self._watch_clock())]
+            # Where it is `until` already, nothing is begun.
+            await asyncio.sleep(0)
             try:
                 async with Client(config.url, self.api_key, config.request_timeout, config.concurrency) as self._client:
                     await self._work()
@@ -147,9 +149,15 @@ class Extraction:
                 dumps.remove(config.dump_dir, config.rid_stem)
                 dumps.remove_spares(config.dump_dir)
 
-    def _stop(self) -> None:
-        say("stopping: what is in flight is finished")
+    def _stop(self, why: str = "") -> None:
+        say(f"stopping: {why}what is in flight is finished")
         self.stopping = True
+
+    async def _watch_clock(self) -> None:
+        """Stop at `until`, also while the server is away and nothing can be begun."""
+        while (left := self.config.until_time - time.time()) > 0:
+            await asyncio.sleep(min(STATUS_SECONDS, left))
+        self._stop(f"it is {self.config.until}; ")
 
     def _give_up(self, reason: Refusal) -> None:
         if self.fatal is None:
@@ -161,50 +169,42 @@ class Extraction:
         tasks: set[asyncio.Task[None]] = set()
         # Twice as many records as requests, so that conversion never leaves the server idle.
         limit = 2 * self.config.concurrency
-        until = self.config.until_time
         while self.order and not self.stopping:
-            if time.time() >= until:
-                say(f"stopping: it is {self.config.until}; what is in flight is finished")
-                self.stopping = True
-                break
             if len(tasks) >= limit:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                continue
             record = self.order[0]
-            size = int(self.dataset.lengths[record]) * self.config.bytes_per_token
-            if not await self._admit(record, size):
+            if not await self._admit(record):
                 continue
             self.order.popleft()
-            task = asyncio.get_running_loop().create_task(self._process(record, size))
+            task = asyncio.get_running_loop().create_task(self._process(record))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _admit(self, record: int, size: int) -> bool:
-        """Take `size` bytes of the room for dumps; waits for it, and returns False where it was not had."""
-        config = self.config
+    async def _admit(self, record: int) -> bool:
+        """Take room for a record's dump and output; waits for it, and returns False where it was not had."""
+        config, tokens = self.config, int(self.dataset.lengths[record])
+        size = tokens * config.bytes_per_token
         try:
-            self._need_space()
+            self._need_space(tokens)
         except ConfigError as error:
             self._give_up(error)
             return False
-        if self._in_flight_bytes and self._in_flight_bytes + size > self._capacity:
+        if self._in_flight_tokens and self._in_flight_tokens * config.bytes_per_token + size > self._capacity:
             async with self._changed:
                 await self._changed.wait()
             return False
         free = free_bytes(config.dump_dir)
-        if not self._in_flight_bytes and free < size:
-            self._give_up(
-                ConfigError(
-                    f"record {record} needs {hs_progress.size(size)} in {config.dump_dir} and {hs_progress.size(free)}"
-                    " are free there; make room, or set the dump directory to a larger file system"
-                )
-            )
+        if not self._in_flight_tokens and free < size:
+            lack = f"record {record} needs {hs_progress.size(size)} in {config.dump_dir} and {hs_progress.size(free)} are free there"
+            self._give_up(ConfigError(f"{lack}; make room, or set the dump directory to a larger file system"))
             return False
-        self._in_flight_bytes += size
+        self._in_flight_tokens += tokens
         return True
 
-    async def _process(self, index: int, size: int) -> None:
+    async def _process(self, index: int) -> None:
         """Bring one record to its manifest line, or to the list of failures."""
         try:
             record = self.dataset.record(index)
@@ -219,16 +219,17 @@ class Extraction:
         except Exception as error:
             self._give_up(Refusal(f"record {index}: unexpected {error!r}; this is a fault of the extractor"))
         finally:
-            self._in_flight_bytes -= size
+            self._in_flight_tokens -= int(self.dataset.lengths[index])
             async with self._changed:
                 self._changed.notify_all()
 
     async def _attempts(self, record: Any) -> str:
         """Try until the record is done (returns an empty text), is left for the next start (the same), or failed."""
         config = self.config
-        request_failures = dump_failures = 0
-        for attempt in range(TRIES_A_START):
-            rid = f"{config.rid_stem}{record.index}-{self.progress.generation * TRIES_A_START + attempt}"
+        request_failures = dump_failures = attempt = 0
+        # A server that is away is no failure: only server_wait ends that.
+        while True:
+            rid = f"{config.rid_stem}{record.index}-{self.progress.generation}_{attempt}"
             clear = dumps.remove
             self._awaited.add(rid)
             try:
@@ -261,7 +262,7 @@ class Extraction:
             await asyncio.sleep(min(LONGEST_PAUSE, 0.25 * 2 ** min(attempt, 8)))
             if self.stopping:
                 return ""
-        return f"{TRIES_A_START} tries without an end"
+            attempt += 1
 
     async def _once(self, record: Any, rid: str) -> None:
         async with self._requests:
@@ -332,7 +333,10 @@ class Extraction:
             if time.monotonic() - logged >= LOG_SECONDS:
                 logged = time.monotonic()
                 say(self.progress.line)
-                await self._sweep()
+                try:
+                    await self._sweep()
+                except OSError as error:
+                    say(f"dumps that came too late cannot be removed: {error}")
 
     async def _sweep(self) -> None:
         """Remove what came for requests that were given up: it would take the room of others."""
