@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""When a play proves the capture: always, but not beside an extractor that is at work with that very server."""
+
+from __future__ import annotations
+
+import grp
+import json
+import os
+import pwd
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import hs_manifest as hm
+
+ROOT = Path(__file__).resolve().parents[2]
+IDENTITY = {"dataset": "d", "weights": "w", "layers": [1], "final": "post_norm", "dtype": "float32"}
+PLAY = """
+- hosts: sglang
+  gather_facts: true
+  tasks:
+    - ansible.builtin.include_role: {name: hidden_state.bridge.extraction, tasks_from: canary}
+"""
+PYTHON = """#!/bin/sh
+echo "$@" >> "$(dirname "$0")/asked"
+echo the table
+echo '{"ok": true, "prints": {}}'
+"""
+
+
+@pytest.fixture
+def prove(tmp_path):
+    """Runs the play on a host whose server was started then, and returns whether records were captured, and what was said."""
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    (tmp_path / "ansible.cfg").touch()
+    (tmp_path / "play.yml").write_text(PLAY)
+    environment = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "LC_ALL": "C.UTF-8", "TZ": "Asia/Tokyo"}
+    environment["ANSIBLE_COLLECTIONS_PATH"] = str(ROOT / "playbooks" / "collections")
+
+    def run(since, *arguments):
+        server = {"release": "0.5.20", "capture_args": [], "manager": "systemd", "model": {"hidden_size": 8}}
+        host = {
+            "ansible_connection": "local",
+            "ansible_python_interpreter": sys.executable,
+            "sglang_server_info": server,
+            "_service_result": {"service": {"since": since}},
+            "dataset_stage_packed": {"path": "/data/d"},
+            "extraction_identity": IDENTITY,
+            "extraction_plan": {"run": hm.run_of(IDENTITY), "share": "0-9"},
+            "extraction_output_dir": str(tmp_path / "out"),
+            "extraction_state_dir": str(tmp_path / "state"),
+            "extraction_code_dir": str(tmp_path / "code"),
+            "extraction_python": str(python),
+            "extraction_user": pwd.getpwuid(os.geteuid()).pw_name,
+            "extraction_group": grp.getgrgid(os.getegid()).gr_name,
+        }
+        (tmp_path / "hosts.json").write_text(json.dumps({"sglang": {"hosts": {"one": host}}}))
+        command = [str(Path(sys.executable).parent / "ansible-playbook"), "play.yml", "-i", "hosts.json", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        asked = tmp_path / "asked"
+        captured = asked.exists()
+        asked.unlink(missing_ok=True)
+        return captured, done.stdout
+
+    return run
+
+
+@pytest.fixture
+def extractor(tmp_path):
+    """An extractor that was started a minute ago and is at work."""
+    out = str(tmp_path / "out" / "one")
+    os.makedirs(out)
+    hm.claim_directory(out, hm.run_of(IDENTITY))
+    hm.claim_run(out, IDENTITY, {})
+    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 60))
+    hm.write_json(f"{out}/{hm.STATUS}", {"state": "running", "started_at": began})
+    lock = hm.Lock(out)
+    yield
+    lock.close()
+
+
+def test_without_an_extractor_at_work_the_capture_is_proved(prove, tmp_path):
+    assert prove(time.time(), "--check")[0] is False and not (tmp_path / "state").exists()
+    captured, said = prove(time.time())
+    assert captured and "the table" in said and (tmp_path / "state" / "extraction" / "config.json").exists()
+
+
+@pytest.mark.usefixtures("extractor")
+def test_beside_an_extractor_only_a_server_that_came_after_it_is_proved(prove, tmp_path):
+    assert prove(time.time() - 90)[0] is False
+    # So that the role sees what changed in it.
+    assert not (tmp_path / "state" / "extraction" / "config.json").exists()
+    assert prove(time.time() - 30)[0] is True
