@@ -146,7 +146,8 @@ def observe(path, run=None, service="unknown", output_format=None):
         message = "the extractor died; it last wrote at %s; start it again and it goes on where it was" % (
             status.get("updated_at", "an unknown time")
         )
-    elif service == "failed" and state != "failed":
+    # An extractor that ends incomplete ends with status 1.
+    elif service == "failed" and state not in ("failed", "incomplete"):
         state, message = "failed", "the extraction service failed before it could start; its log says why"
     manifest = hs_manifest.Manifest(path)
     found = _observation(state, known, manifest, status, message)
@@ -168,9 +169,9 @@ def _observation(state, known, manifest, status, message):
     line = state if state in ("absent", "starting") else progress_line(shown)
     if state == "dead":
         line = "dead since %s \u00b7 %s" % (status.get("updated_at", "an unknown time"), line)
-    elif state in ("done", "failed", "stopped"):
+    elif state in ("done", "incomplete", "failed", "stopped"):
         line = "%s \u00b7 %s" % (line, state)
-    if message and state in ("dead", "failed"):
+    if message and state in ("dead", "incomplete", "failed"):
         line = "%s: %s" % (line, message)
     return {
         "state": state,
@@ -188,6 +189,7 @@ def _observation(state, known, manifest, status, message):
         "lengths": lengths((entry["tokens"], 1) for entry in manifest.entries.values()),
         # A manifest of an earlier release does not say when.
         "pace": pace([(entry["at"], entry["tokens"]) for entry in manifest.entries.values() if isinstance(entry.get("at"), int)]),
-        "failed": status.get("failed", []),
+        # Not `failed`: in what a module returns that says whether the task did.
+        "failures": status.get("failed", []),
         "status": status,
     }

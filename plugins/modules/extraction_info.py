@@ -83,7 +83,7 @@ RETURN = r"""
 state:
   description:
     - V(absent) when nothing was extracted there, V(starting) and V(running) while the extractor lives,
-      V(dead) when it ended without saying so, else what it ended with.
+      V(dead) when it ended without saying so, else what it ended with. V(incomplete) is all done but for RV(failures).
     - V(failed) with RV(conflict) set when the directory holds another run.
   returned: always
   type: str
@@ -147,8 +147,9 @@ pace:
   returned: always
   type: dict
   sample: {"seconds": 60, "tokens": [[1769860800, 1104000]]}
-failed:
-  description: Records that failed by themselves in the last start, each with C(record) and C(reason).
+failures:
+  description:
+    - Records that failed by themselves in the last start, each with C(record) and C(reason), once it has ended with C(source) and C(line) too.
   returned: always
   type: list
   elements: dict

@@ -79,6 +79,17 @@ class StandInSite:
             "extraction_python": str(ENGINE / "bin" / "python"),
         }
 
+    def capturing(self, records: int, behaviour: str) -> subprocess.Popen:
+        """Start a server by hand that leaves dumps in capture mode, for a data set of so many records; returns its process."""
+        lines = [{"input_ids": list(range(1, 20 + n)), "loss_mask": [1] * (19 + n)} for n in range(records)]
+        (self.directory / "source.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        config = json.loads((self.model / "config.json").read_text())
+        (self.model / "config.json").write_text(json.dumps({**config, "hidden_size": 8}))
+        self.variables.update(extraction_dtype="float32", extraction_watch_interval=1)
+        paths = [self.packages, ROOT / "tests/unit/engine", ROOT / "plugins/module_utils"]
+        command = [str(ENGINE / "bin" / "python"), *self.command()[1:]]
+        return self.start(command, PYTHONPATH=":".join(map(str, paths)), STAND_IN_CAPTURE=f"dumps {behaviour}")
+
     def ours(self) -> None:
         """Describe the server in the inventory, to be run as a service of the collection's."""
         self.variables.update(

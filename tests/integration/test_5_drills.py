@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""extract.yml on a server that does not come up in capture mode: the host fails by name, and the old server answers, patch out."""
+"""extract.yml on a server that does not come up in capture mode: the host fails by name, and the old server answers, patch out.
+
+And on one that captures: what it refuses is listed and stops nothing else.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -118,3 +122,26 @@ def test_a_controller_that_is_killed_between_stop_and_start(site):
     output = site.run("playbooks/extract.yml", fails=True)
     assert "This host is as it was before" in output
     assert site.seen() == before
+
+
+def test_a_record_that_is_refused_is_listed_and_stops_nothing_else(site):
+    """The shortest but one of eight, which the canary does not take; the second run tries it again."""
+    site.capturing(8, "refuse=20")
+    before, out = site.seen(), site.directory / "out" / "one"
+    for generation in (0, 1):
+        output = " ".join(site.run("playbooks/extract.yml", fails=True).split())
+        [entry] = json.loads((site.directory / "reports" / "report.json").read_text())["failed"]
+        assert (entry["host"], entry["source"], entry["line"]) == ("one", "one", 2) and "HTTP 400" in entry["reason"]
+        assert f"Failed record {entry['record']} (one line 2) on one: " in output and "asked to refuse it" in output
+        assert "7 of 8 records are done (1 failed by themselves)" in output and "run the same command again" in output
+        # Nothing was broken: not the watch, not the host, and the server serves as before.
+        assert "rescued=0" in output and "Give this host up" not in output and site.seen() == before
+        report = json.loads((site.directory / "reports" / "report.json").read_text())
+        assert (report["totals"]["records"], report["totals"]["failed"], report["totals"]["verified"]) == (7, 1, True)
+        assert [(row["state"], row["broke"], row["hashed"]) for row in report["hosts"]] == [("incomplete", "", 7)]
+        done = {json.loads(line)["id"] for line in (out / "manifest.jsonl").read_text().splitlines()}
+        assert done == set(range(8)) - {entry["record"]}
+        assert json.loads((out / "status.json").read_text())["generation"] == generation
+    shown = " ".join(site.run("playbooks/status.yml").split())
+    assert "extraction: incomplete: 7/8 records" in shown and "1 failed" in shown and "(one line 2): HTTP 400" in shown
+    assert "asked to refuse it" in site.run("playbooks/extract.yml", "--tags", "watch", fails=True)

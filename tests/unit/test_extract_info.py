@@ -8,6 +8,7 @@ import os
 import time
 
 import pytest
+import yaml
 from ansible.module_utils.testing import patch_module_args
 
 import hs_manifest as hm
@@ -149,3 +150,16 @@ def test_a_look_says_that_a_play_looks_on(ask, tmp_path):
     lock = hm.Lock(out)
     assert look(900) == 0 and look(-900, attended_for=3600) == 0
     lock.close()
+
+
+def test_records_that_failed_do_not_fail_the_task(ask, tmp_path):
+    """Ansible takes a key `failed` for whether the task did, and a list that is not empty for yes."""
+    out = str(tmp_path / "host")
+    hm.claim_directory(out, hm.run_of(IDENTITY))
+    hm.claim_run(out, IDENTITY, {})
+    failure = {"record": 3, "reason": "HTTP 400", "source": "a", "line": 1}
+    hm.write_json(f"{out}/{hm.STATUS}", {"state": "incomplete", "failed": [failure], "failed_total": 1})
+    found = ask(output_dir=out, config=str(tmp_path / "config.json"), dump_dir=str(tmp_path))
+    assert found["failures"] == [failure] and "failed" not in found and found["state"] == "incomplete"
+    documented = yaml.safe_load(extraction_info.RETURN).keys()
+    assert found.keys() - {"changed", "invocation"} == documented, "tests/gates/test_modules.py looks at what is documented"

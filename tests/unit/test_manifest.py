@@ -292,12 +292,12 @@ def test_dead_says_since_when_and_what_to_do(out):
     assert found["identity"] == IDENTITY and found["provenance"] == {"host": "one"}
 
 
-@pytest.mark.parametrize("state", ["done", "failed", "stopped"])
+@pytest.mark.parametrize("state", ["done", "incomplete", "failed", "stopped"])
 def test_ended(out, state):
     write_status(out, state, message="why", failed=[{"record": 3, "reason": "too long"}], failed_total=1)
     found = hs_progress.observe(str(out), RUN, "stopped")
-    assert found["state"] == state and found["failed"] == [{"record": 3, "reason": "too long"}]
-    assert f"1 failed · {state}" in found["line"] and found["line"].endswith(": why") == (state == "failed")
+    assert found["state"] == state and found["failures"] == [{"record": 3, "reason": "too long"}]
+    assert f"1 failed · {state}" in found["line"] and found["line"].endswith(": why") == (state in ("incomplete", "failed"))
 
 
 def test_the_service_tells_what_the_lock_cannot(out):
@@ -306,6 +306,8 @@ def test_the_service_tells_what_the_lock_cannot(out):
     assert hs_progress.observe(str(out), RUN, "running")["message"] == ""
     write_status(out, "done")
     assert hs_progress.observe(str(out), RUN, "failed")["state"] == "failed"
+    write_status(out, "incomplete")
+    assert hs_progress.observe(str(out), RUN, "failed")["state"] == "incomplete", "it ends with status 1"
     lock = hm.Lock(str(out))
     assert hs_progress.observe(str(out))["state"] == "starting", "an extractor that has not begun to work"
     lock.close()

@@ -30,7 +30,7 @@ def host(name, records, first=0, **more):
         "sources": {"A2": {"records": records, "tokens": records * 1000, "bytes": records * 57_344_000}},
         "lengths": [[1024, records]],
         "pace": {"seconds": 10, "tokens": [[1769860800, 600 * records], [1769860810, 400 * records]]},
-        "failed": [],
+        "failures": [],
         "status": {"seconds_total": 10.0, "started_at": "2026-01-31T12:00:00Z", "updated_at": "2026-01-31T12:00:10Z"},
         "output_dir": f"/out/{name}",
         "verify": {"ok": True, "checked": 5, "problems": []},
@@ -123,14 +123,39 @@ def test_failures_and_problems_are_listed(tmp_path, request_):
         "a",
         29,
         state="failed",
-        failed=[{"record": 7, "reason": "HTTP 400: too <long>"}],
+        failures=[{"record": 29, "source": "A2", "line": 17, "reason": "HTTP 400: too <long>"}],
+        broke="Watch the extraction: failed\nits log <says> why",
         verify={"ok": False, "checked": 5, "problems": [problem]},
     )
     result = write_report(request_, str(tmp_path))
     assert "Records   49 of 50, 1 failed" in result["summary"]
     assert "Verified  1 files are not as the manifest says" in result["summary"]
+    assert "Failed    record 29 (A2 line 17) on a: HTTP 400: too <long>" in result["summary"]
+    assert "Broke     a: Watch the extraction: failed" in result["summary"]
     text = (tmp_path / "report.html").read_text()
     assert "HTTP 400: too &lt;long&gt;" in text and "data_3.ckpt" in text and "is missing" in text
+    assert '<td>A2</td><td class="n">17</td>' in text and "its log &lt;says&gt; why" in text
+    assert not any("Hosts that broke" in line for line in write_report({"hosts": {"a": host("a", 1)}}, str(tmp_path))["summary"])
+    assert "Hosts that broke" not in (tmp_path / "report.html").read_text()
+
+
+def test_a_record_that_failed_on_one_host_and_is_done_on_another_has_not_failed(tmp_path, request_):
+    failures = [{"record": record, "reason": "HTTP 400"} for record in (29, 30, 49, 50)]
+    request_["hosts"]["a"] = host("a", 29, state="incomplete", failures=failures)
+    request_["hosts"]["b"] = host("b", 20, 30, failures=[{"record": 29, "reason": "HTTP 500"}])
+    request_["hosts"]["c"] = host("c", 0, state="incomplete", failures=failures[1:3])
+    report = summarize(request_)
+    assert [(row["record"], row["host"]) for row in report["failed"]] == [(29, "a"), (29, "b"), (50, "a")]
+    assert report["totals"]["failed"] == 2 and report["totals"]["complete"] is False
+    # What a host took over is a start of its own: it ended well, and the one before did not.
+    assert [row["state"] for row in report["hosts"]] == ["incomplete", "incomplete", "done"]
+
+
+def test_only_the_first_failures_are_in_the_summary(tmp_path, request_):
+    request_["hosts"]["a"] = host("a", 20, failures=[{"record": 20 + number, "reason": "x"} for number in range(10)])
+    request_["hosts"]["b"] = host("b", 1, 30, failures=[{"record": 31 + number, "reason": "x"} for number in range(12)])
+    summary = write_report(request_, str(tmp_path))["summary"]
+    assert sum(line.startswith("Failed    record ") for line in summary) == 20 and "          and 2 more, see the report" in summary
 
 
 def test_lengths_and_throughput_of_all_hosts(tmp_path, request_):

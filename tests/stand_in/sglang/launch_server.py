@@ -2,7 +2,9 @@
 """python -m sglang.launch_server --model-path DIR --port N [flags of SGLang]
 
 STAND_IN says how it behaves, STAND_IN_CAPTURE how it behaves while SGLANG_HS_DUMP_DIR is set: words such as `health=503`,
-`generate=hang`, `die=20` (seconds), `ready=3` (seconds until it listens), `deaf` (to SIGTERM), `orphan` (leaves its worker behind).
+`generate=hang`, `die=20` (seconds), `ready=3` (seconds until it listens), `deaf` (to SIGTERM), `orphan` (leaves its worker behind),
+`dumps` (leaves dumps as a capture does, by tests/unit/engine/fake_server.py on PYTHONPATH), `refuse=20` (400 for requests of so many
+tokens), `hold=FILE` (while it is there, no request of an extraction is answered).
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
     does: dict[str, str] = {}
 
     def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         key = self.flags.get("--api-key")
         if key and self.headers.get("Authorization") != f"Bearer {key}":
             return self.answer(401, {})
@@ -67,6 +69,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/generate":
             if self.does.get("generate") == "hang":
                 time.sleep(3600)
+            if "dumps" in self.does and b'"rid"' in body:
+                return self.capture(json.loads(body))
             return self.answer(200, {"output_ids": [0], "pid": os.getpid()})
         if self.path == "/server_info":
             info = {
@@ -81,6 +85,16 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(404, {})
 
     do_POST = do_GET
+
+    def capture(self, request: dict) -> None:
+        while "-canary-" not in request["rid"] and os.path.exists(self.does.get("hold", "")):
+            time.sleep(0.1)
+        if len(request["input_ids"]) == int(self.does.get("refuse", "-1")):
+            return self.answer(400, {"error": {"message": "asked to refuse it"}})
+        from fake_server import FakeServer
+
+        FakeServer(os.environ["SGLANG_HS_DUMP_DIR"]).dump(request["rid"], request["input_ids"], "ok")
+        return self.answer(200, {"meta_info": {"id": request["rid"], "finish_reason": {"type": "length"}}})
 
     def answer(self, status: int, body: dict | None) -> None:
         data = b"" if body is None else json.dumps(body).encode()
@@ -119,6 +133,8 @@ def main() -> None:
         threading.Timer(float(does["die"]), die).start()
     time.sleep(float(does.get("ready", "0.2")))
     Handler.flags, Handler.does = flags, does
+    if "dumps" in does:
+        os.makedirs(os.environ["SGLANG_HS_DUMP_DIR"], mode=0o700, exist_ok=True)
     if flags.get("--node-rank", "0") != "0":
         worker.wait()
     try:

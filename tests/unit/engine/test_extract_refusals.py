@@ -49,10 +49,13 @@ def test_a_bad_dump_fails_its_record_after_a_second_try_and_no_other(site, fault
         site.run(1, url=server.url, share="0-9")
         assert sum(f"-{victim}-" in rid for rid in server.requests) == 2
     status = site.status()
-    assert status["state"] == "failed" and status["records_done"] == 9
+    assert status["state"] == "incomplete" and status["records_done"] == 9
     [failure] = status["failed"]
     assert failure["record"] == victim and re.search(BAD_DUMPS[fault], failure["reason"]), failure
-    assert status["message"].startswith(f"1 of 10 records failed, the first is record {victim}: ")
+    record = site.dataset.record(victim)
+    assert (failure["source"], failure["line"]) == (record.source, record.line)
+    named = f"1 of 10 records failed, the first is record {victim} ({record.source} line {record.line}): "
+    assert status["message"] == f"{named}{failure['reason']}; the next run tries them again"
     assert {entry["id"] for entry in site.lines()} == set(range(10)) - {victim}
     assert os.listdir(site.dumps) == [] and not list(site.output.rglob("*.tmp-*"))
 

@@ -352,6 +352,9 @@ class Extraction:
         """Write the last status and return the exit status."""
         status = self.progress.status
         left = status["records_total"] - status["records_done"] - status["failed_total"]
+        for failure in status["failed"]:
+            record = self.dataset.record(failure["record"])
+            failure.update(source=record.source, line=record.line)
         if self.fatal is not None:
             self._last("failed", str(self.fatal))
             return self.fatal.exit_status
@@ -361,9 +364,9 @@ class Extraction:
         if status["failed_total"]:
             first = status["failed"][0]
             self._last(
-                "failed",
+                "incomplete",
                 f"{status['failed_total']:,} of {status['records_total']:,} records failed, the first is record"
-                f" {first['record']}: {first['reason']}",
+                f" {first['record']} ({first['source']} line {first['line']}): {first['reason']}; the next run tries them again",
             )
             return 1
         self._last("done", "")

@@ -28,7 +28,7 @@ _METRICS = (
     ("written_bytes", "counter", "Bytes written since this start.", "bytes_written"),
     ("output_free_bytes", "gauge", "Free bytes of the output's file system.", "bytes_free"),
 )
-STATES = ("starting", "running", "done", "failed", "stopped")
+STATES = ("starting", "running", "done", "incomplete", "failed", "stopped")
 
 
 def metrics(status: dict[str, Any]) -> str:

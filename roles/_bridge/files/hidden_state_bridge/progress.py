@@ -112,7 +112,7 @@ class Progress:
 
     def _rate(self) -> None:
         status = self.status
-        if status["state"] not in ("running", "done", "failed", "stopped"):
+        if status["state"] not in ("running", "done", "incomplete", "failed", "stopped"):
             return
         moment, tokens = time.monotonic(), status["session_tokens"]
         status["session_seconds"] = round(moment - self._began, 3)

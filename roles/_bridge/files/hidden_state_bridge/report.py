@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 import pkgutil
@@ -17,6 +18,7 @@ from .errors import Refusal
 
 FORMAT = "hidden_state_bridge.report/1"
 TEMPLATE = "report.html.j2"
+SHOWN_FAILURES = 20
 FORMAT_HELP = {
     "specforge": "SpecForge reads the files as they are: give the directory (any depth below it is found) as its"
     " offline hidden-states path.",
@@ -30,10 +32,10 @@ FORMAT_HELP = {
 def summarize(request: dict[str, Any]) -> dict[str, Any]:
     """The report as an object.
 
-    request: `{"hosts": {host: {output_dir, **what extraction_info returned, "verify": what verify printed}}}`, with
-    optional `dataset` (meta of the packed set), `expected` (`{records, tokens}` of a pilot, else all of the data set),
-    `held` (`{host: {records, tokens}}`, shares of hosts that were not reached) and `format`. `verify` may be left out or
-    null. Raises Refusal where the hosts are of different runs.
+    request: `{"hosts": {host: {output_dir, **what extraction_info returned, "verify": what verify printed, "broke": why the
+    play gave the host up}}}`, with optional `dataset` (meta of the packed set), `expected` (`{records, tokens}` of a pilot, else all of the data set),
+    `held` (`{host: {records, tokens}}`, shares of hosts that were not reached) and `format`. `verify` and `broke` may be left
+    out or null. A record that failed on one host and is done on another has not failed. Raises Refusal where the hosts are of different runs.
     """
     hosts = request.get("hosts")
     if not isinstance(hosts, dict) or not hosts:
@@ -42,16 +44,24 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
     if len(runs) > 1:
         named = ", ".join(f"{host} has {run}" for run, host in runs.items())
         raise Refusal(f"the hosts are of different runs ({named}); report on each run by itself")
-    rows, sources, failed = [], {}, []
+    rows, sources, failures = [], {}, []
+    done = _done_ranges(hosts)
     paces = [info["pace"] for info in hosts.values() if info.get("pace")]
     for host, info in sorted(hosts.items()):
         status = info.get("status") or {}
         seconds = status.get("seconds_total") or 0
         check = info.get("verify") or {}
+        state = info.get("state", "absent")
+        own = [dict(item, host=host) for item in info.get("failures") or [] if not _holds(done, item["record"])]
+        # What a host took over from another is a start of its own, after which its status names no failure of an earlier one.
+        if state in ("done", "incomplete"):
+            state = "incomplete" if own else "done"
+        failures += own
         rows.append(
             {
                 "host": host,
-                "state": info.get("state", "absent"),
+                "state": state,
+                "broke": info.get("broke") or "",
                 "records": info.get("records_done", 0),
                 "tokens": info.get("tokens_done", 0),
                 "bytes": info.get("bytes", 0),
@@ -70,11 +80,10 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
             source = sources.setdefault(name, {"records": 0, "tokens": 0, "bytes": 0})
             for key in source:
                 source[key] += counts[key]
-        failed += [dict(item, host=host) for item in info.get("failed") or []]
     identity = next((info["identity"] for _host, info in sorted(hosts.items()) if info.get("identity")), {})
     dataset = request.get("dataset") or {}
     expected = request.get("expected") or dataset
-    distinct = _distinct(hosts)
+    distinct = sum(last - first + 1 for first, last in done)
     totals = {key: sum(row[key] for row in rows) for key in ("records", "tokens", "bytes", "tok_s")}
     return {
         "format": FORMAT,
@@ -88,7 +97,7 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
             twice=totals["records"] - distinct,
             records_expected=expected.get("records"),
             tokens_expected=expected.get("tokens"),
-            failed=len(failed),
+            failed=len({item["record"] for item in failures}),
             # After a pilot there may be more than the next one asks for.
             complete=distinct >= expected["records"] if expected else None,
             verified=all(row["verified"] for row in rows if row["records"]),
@@ -100,19 +109,30 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
         "pace": hs_progress.pace(
             [tuple(pair) for one in paces for pair in one["tokens"]], max([one["seconds"] for one in paces], default=1)
         ),
-        "failed": failed,
+        "failed": sorted(failures, key=lambda item: (item["record"], item["host"])),
         "dataset": {key: dataset[key] for key in ("sha256", "records", "tokens", "max_length", "seed") if key in dataset},
     }
 
 
-def _distinct(hosts: dict[str, Any]) -> int:
-    """Records done, each counted once."""
-    pairs = sorted(pair for info in hosts.values() for pair in hs_manifest.decode_ranges(info.get("done") or ""))
-    count, end = 0, -1
-    for first, last in pairs:
-        count += max(0, last - max(first, end + 1) + 1)
-        end = max(end, last)
-    return count
+def _done_ranges(hosts: dict[str, Any]) -> list[tuple[int, int]]:
+    """First and last of the records that are done on any host, in order and without overlap."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(pair for info in hosts.values() for pair in hs_manifest.decode_ranges(info.get("done") or "")):
+        first = max(first, merged[-1][1] + 1) if merged else first
+        if first <= last:
+            merged.append((first, last))
+    return merged
+
+
+def _holds(ranges: list[tuple[int, int]], number: int) -> bool:
+    place = bisect.bisect_right(ranges, (number, float("inf")))
+    return place > 0 and number <= ranges[place - 1][1]
+
+
+def _named(failure: dict[str, Any]) -> str:
+    """A record that failed, for people; its source is not known of an extractor that was killed."""
+    where = f" ({failure['source']} line {failure['line']})" if "source" in failure else ""
+    return f"record {failure['record']}{where} on {failure['host']}: {failure['reason']}"
 
 
 def summary_lines(report: dict[str, Any]) -> list[str]:
@@ -143,6 +163,10 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         f"Verified  {verified}",
     ]
     lines += [f"Held      {share['records']:,} records by {host}, which was not reached" for host, share in report["held"].items()]
+    lines += [f"Failed    {_named(failure)}" for failure in report["failed"][:SHOWN_FAILURES]]
+    if len(report["failed"]) > SHOWN_FAILURES:
+        lines.append(f"          and {len(report['failed']) - SHOWN_FAILURES:,} more, see the report")
+    lines += [f"Broke     {row['host']}: {row['broke'].splitlines()[0]}" for row in report["hosts"] if row["broke"]]
     lines += [f"Files     {row['host']}:{row['output_dir']}" for row in working[:4]]
     if hosts > 4:
         lines.append(f"          and {hosts - 4:,} more hosts, see the report")
