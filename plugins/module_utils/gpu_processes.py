@@ -1,7 +1,7 @@
 # Copyright (c) hidden_state.bridge contributors
 # GNU General Public License v3.0+ (see LICENSES/GPL-3.0-or-later.txt or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Processes that compute on the GPUs of a host, as nvidia-smi lists them.
+"""The GPUs of a host and the processes that compute on them, as nvidia-smi lists them.
 
 PRIVATE to the collection.
 """
@@ -12,6 +12,7 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import host_pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils.host_command import ServiceError, run
 from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import is_server
 
+_CAPABILITIES = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
 _GPUS = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
 _PROCESSES = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader"]
 
@@ -35,6 +36,11 @@ def compute_processes():
             # A process of another namespace has a name here and nothing in /proc.
             found.append({"pid": pid, "gpu": row[0], "command": row[2] if command == "(gone)" else command})
     return found
+
+
+def architecture():
+    """The compute capabilities of the host's GPUs, as `9.0`; several with commas between them, empty where nothing tells."""
+    return ",".join(sorted({row[0] for row in _rows(_CAPABILITIES) or []}))
 
 
 def gpus_of(environment):

@@ -213,6 +213,11 @@ def last_value(arguments, *flags):
     return value
 
 
+def attention_backend(arguments):
+    """The backend that these arguments choose for prefill; empty where they leave it to SGLang."""
+    return last_value(arguments, "--prefill-attention-backend") or last_value(arguments, "--attention-backend") or ""
+
+
 def contradictions(arguments):
     """Arguments of an operator that capture cannot work with, known before anything is stopped: messages."""
     found = []

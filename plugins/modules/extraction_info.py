@@ -38,7 +38,7 @@ options:
     type: list
     elements: str
   config:
-    description: The extractor's configuration file. With it, RV(share) says what an extractor that lives works on.
+    description: The extractor's configuration file. With it, RV(share) and RV(outdated) say what an extractor that lives works on.
     type: path
   dump_dir:
     description: The directory where the server's capture leaves dumps. With it, RV(capture) says what the capture counted.
@@ -166,6 +166,10 @@ share:
   returned: with O(config)
   type: str
   sample: 0-5,7,9-12
+outdated:
+  description: Whether the living extractor was started before its configuration, or a file that this names, was last written.
+  returned: with O(config)
+  type: bool
 capture:
   description: Requests, tokens, bytes, waits and drops of the capture in the server since its start. Empty where none has reported.
   returned: with O(dump_dir)
@@ -177,6 +181,8 @@ capture_line:
   sample: "1,204 requests \xb7 2.8 M tokens \xb7 161 GB written, 1.1 GB/s \xb7 12.3 GB waiting \xb7 0 waits for memory (0 s) \xb7 0 given up"
 """
 
+import calendar
+import os
 import time
 
 from ansible.module_utils.basic import AnsibleModule
@@ -184,6 +190,8 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_manifest, hs_progress, service_query
 from ansible_collections.hidden_state.bridge.plugins.module_utils.attended import attend
 from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture.counters import read_counters
+
+SECRET_FILES = ("api_key_file", "notify_url_file")
 
 
 def main():
@@ -225,22 +233,33 @@ def main():
         found["conflict"] = hs_manifest.other_identity(path, found["identity"], identity)
     found["run"] = run or found["run"]
     if module.params["config"]:
-        found["share"] = _share(module, found)
+        found["share"], found["outdated"] = _work(module, found)
     if module.params["dump_dir"]:
         found["capture"] = read_counters(module.params["dump_dir"])
         found["capture_line"] = hs_progress.capture_line(found["capture"], time.time())
     module.exit_json(changed=False, service=service, **found)
 
 
-def _share(module, found):
-    """What a living extractor of this run was given; empty where there is none."""
+def _work(module, found):
+    """What a living extractor of this run was given, empty where there is none, and whether that is not what it was started with."""
     if found["state"] not in ("starting", "running"):
-        return ""
+        return "", False
     try:
         config = hs_manifest.read_json(module.params["config"]) or {}
     except hs_manifest.ManifestError as error:
         module.fail_json(msg="%s; an extractor is at work by it: stop the service of the extractor, and run this again" % error)
-    return config.get("share", "") if config.get("run") == found["run"] else ""
+    share = config.get("share", "") if config.get("run") == found["run"] else ""
+    return share, _written_since(found["status"].get("started_at"), [module.params["config"]] + [config.get(key) for key in SECRET_FILES])
+
+
+def _written_since(moment, paths):
+    """Whether one of the files was written after that moment (utc_now); True where the moment is not known."""
+    try:
+        # To the second, and a configuration is written before the start that reads it.
+        start = calendar.timegm(time.strptime(moment, "%Y-%m-%dT%H:%M:%SZ")) + 1
+        return any(os.stat(path).st_mtime >= start for path in paths if path)
+    except (OSError, TypeError, ValueError):
+        return True
 
 
 if __name__ == "__main__":

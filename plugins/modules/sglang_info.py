@@ -148,6 +148,15 @@ capture_environment:
   description: Environment that goes with RV(capture_args).
   returned: always
   type: dict
+attention_backend:
+  description: Attention backend that the server's arguments choose for prefill. Empty where they leave it to SGLang.
+  returned: always
+  type: str
+gpu_architecture:
+  description: Compute capability of the host's GPUs. Empty where there are none of NVIDIA.
+  returned: always
+  type: str
+  sample: '9.0'
 config_file:
   description: Whether this release reads arguments from a file (C(--config)).
   returned: always
@@ -198,6 +207,7 @@ import time
 
 from ansible.module_utils.basic import AnsibleModule
 
+from ansible_collections.hidden_state.bridge.plugins.module_utils import gpu_processes as gpus
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_limits as limits
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import hs_tokenizer, server_return
@@ -260,6 +270,8 @@ def gather(params):
         "capture_args": sf.capture_arguments(release),
         "capture_environment": sf.capture_environment(release),
         "capture_differences": [hp.masked_line(line) for line in sf.capture_differences(place["arguments"], release)],
+        "attention_backend": sf.attention_backend(arguments),
+        "gpu_architecture": gpus.architecture(),
         "config_file": sf.reads_config_file(release),
         "contradictions": sf.contradictions(arguments),
         "service": dict(service_facts(service), name=located["service"] or params["name"]),

@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -36,6 +38,9 @@ def is_back(site, output: str, before: dict, pristine: bytes) -> None:
     assert "This host is as it was before: patch out, server serving" in output
     assert site.model_file.read_bytes() == pristine
     assert site.seen() == before
+    # No host is left that the last play could run on.
+    [row] = json.loads((site.directory / "reports" / "report.json").read_text())["hosts"]
+    assert (row["host"], row["records"]) == ("one", 0) and "This host is as it was before" in row["broke"]
 
 
 # Name: (how the server behaves in capture mode, variables, what the failure says).
@@ -145,3 +150,34 @@ def test_a_record_that_is_refused_is_listed_and_stops_nothing_else(site):
     shown = " ".join(site.run("playbooks/status.yml").split())
     assert "extraction: incomplete: 7/8 records" in shown and "1 failed" in shown and "(one line 2): HTTP 400" in shown
     assert "asked to refuse it" in site.run("playbooks/extract.yml", "--tags", "watch", fails=True)
+
+
+def test_a_run_that_attaches_with_other_settings_has_them_count(site):
+    """The first play is killed while its extractor has all ahead of it; the second says until when, which has come."""
+    hold = site.directory / "hold"
+    hold.touch()
+    site.capturing(8, f"hold={hold}")
+    site.variables["extraction_concurrency"] = 1
+    before, out = site.seen(), site.directory / "out" / "one"
+    with site.begin("playbooks/extract.yml") as running:
+        for line in running.stdout:
+            if "0/8 records" in line:
+                break
+        os.killpg(running.pid, signal.SIGKILL)
+    log, lines = site.directory / "state/supervisor/log/hidden-state-extraction.log", []
+    with site.begin("playbooks/extract.yml", "-e", "extraction_until=2026-01-31T12:00:00+00:00") as running:
+
+        def let_go() -> None:
+            # What is in flight is finished once the extractor is told to stop; a play that has attached shows its progress.
+            while "stopping: " not in log.read_text() and not any("0/8 records" in line for line in lines) and running.poll() is None:
+                time.sleep(0.2)
+            hold.unlink()
+
+        threading.Thread(target=let_go, daemon=True).start()
+        for line in running.stdout:
+            lines.append(line)
+    print("".join(lines))
+    assert running.returncode == 0, "an end as asked"
+    status = json.loads((out / "status.json").read_text())
+    assert status["state"] == "stopped" and status["generation"] == 1 and len((out / "manifest.jsonl").read_text().splitlines()) < 8
+    assert site.seen() == before

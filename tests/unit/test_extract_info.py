@@ -163,3 +163,28 @@ def test_records_that_failed_do_not_fail_the_task(ask, tmp_path):
     assert found["failures"] == [failure] and "failed" not in found and found["state"] == "incomplete"
     documented = yaml.safe_load(extraction_info.RETURN).keys()
     assert found.keys() - {"changed", "invocation"} == documented, "tests/gates/test_modules.py looks at what is documented"
+
+
+def test_an_extractor_that_was_started_with_other_settings_is_told(ask, tmp_path):
+    out, config, secret = tmp_path / "host", tmp_path / "config.json", tmp_path / "api_key"
+    hm.claim_directory(str(out), hm.run_of(IDENTITY))
+    hm.claim_run(str(out), IDENTITY, {})
+    secret.touch()
+    config.write_text(json.dumps({"run": hm.run_of(IDENTITY), "share": "0-5", "api_key_file": str(secret), "notify_url_file": None}))
+
+    def look(changed, **status):
+        hm.write_json(f"{out}/{hm.STATUS}", {"state": "running", "started_at": "2026-01-31T12:00:00Z", **status})
+        for path in (config, secret):
+            # Noon of that day, in seconds since the epoch.
+            os.utime(path, (1769860800 + (changed if path == written else -60),) * 2)
+        found = ask(output_dir=str(out), config=str(config))
+        return found["share"], found["outdated"]
+
+    written = config
+    assert look(5) == ("", False), "nobody is at work"
+    lock = hm.Lock(str(out))
+    for written in (config, secret):
+        assert look(-5) == look(0.9) == ("0-5", False) and look(5) == ("0-5", True)
+    assert look(-5, started_at=None) == look(-5, started_at="noon") == ("0-5", True), "who cannot say so is started again"
+    secret.unlink()
+    lock.close()

@@ -11,6 +11,7 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import gpu_pro
 
 SMI = """#!/bin/sh
 case "$*" in
+*compute_cap*) printf '9.0\\n9.0\\n' ;;
 *query-gpu*) printf '0, GPU-aaa\\n1, GPU-bbb\\n' ;;
 *) printf '%s' "$LISTED" ;;
 esac
@@ -32,7 +33,12 @@ def smi(tmp_path, monkeypatch):
 
 def test_without_gpus(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert gpus.compute_processes() == [] and gpus.orphans_on(None) == []
+    assert gpus.compute_processes() == [] and gpus.orphans_on(None) == [] and gpus.architecture() == ""
+
+
+def test_the_architecture_is_told_once_for_all(smi):
+    smi()
+    assert gpus.architecture() == "9.0"
 
 
 def test_what_is_left_on_the_gpus_of_a_server(smi, child):

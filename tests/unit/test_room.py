@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""What preflight says of a data set that does not fit, of a file system that all hosts fill together, and of an interpreter."""
+"""What preflight says of a data set that does not fit, of a file system that all hosts fill together, of an interpreter, and of
+hosts that are not of one run."""
 
 from __future__ import annotations
 
@@ -59,6 +60,7 @@ def problems(evaluate, **variables) -> dict:
         "extraction_unattended_after": 600,
         "extraction_watch_interval": 5,
         "__extraction_before": {"conflict": ""},
+        "__extraction_run_problems": [],
         "__extraction_settings_check": {"rc": 0},
         "__extraction_output_bytes": 1000,
         "__extraction_interpreter": {"rc": 0, "stdout": WHOLE},
@@ -148,3 +150,87 @@ def test_a_data_set_that_is_staged_where_nobody_looks_is_refused(evaluate):
         extraction_dataset_dir="/elsewhere",
     )["one"]
     assert [problem["what"] for problem in found] == ["data sets are staged into /data/sets, and the extractor looks into /elsewhere"]
+
+
+def by_host(one: object, two: object) -> str:
+    """A variable that has another value on each of the hosts."""
+    return "{{ %s[inventory_hostname] }}" % json.dumps({"one": one, "two": two})
+
+
+def of_one_run(evaluate, one=None, two=None, before=None, **variables) -> dict:
+    """What preflight says where the servers of the hosts differ so, and `before` made what lies on the second one."""
+    server = {"release": "0.5.20", "attention_backend": "", "gpu_architecture": "9.0"}
+    identity = {"weights": "w", "layers": [1, 3, 4]}
+    expression = yaml.safe_load((ROOT / "roles/extraction/vars/main.yml").read_text())["__extraction_run_problems"]
+    lies = {"conflict": "", "records_done": 7, "provenance": before or {}}
+    fine = {
+        "sglang_server_info": by_host({**server, **(one or {})}, {**server, **(two or {})}),
+        "extraction_identity": identity,
+        "extraction_allow_mixed": False,
+        "__extraction_output_dir": "/out/host",
+        "__extraction_before": by_host({"conflict": ""}, lies),
+        "__extraction_run_problems": expression.replace("extraction_plan.left.records", str(variables.pop("left", 5))),
+    }
+    return {name: [problem["what"] for problem in found] for name, found in problems(evaluate, **{**fine, **variables}).items()}
+
+
+def test_hosts_of_another_run_are_refused_with_both_identities(evaluate):
+    two = {"weights": "v", "layers": [1, 3, 4]}
+    ours = by_host({"weights": "w", "layers": [1, 3, 4]}, two)
+    # Whatever else may be mixed.
+    found = of_one_run(evaluate, extraction_identity=ours, extraction_allow_mixed=True, left=0)
+    both = '{"layers": [1, 3, 4], "weights": "v"} here, {"layers": [1, 3, 4], "weights": "w"} there'
+    assert found == {"one": [], "two": [f"is of another run than one: {both}"]}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("release", "0.5.21", "SGLang is 0.5.21 here and 0.5.20 on one"),
+        ("attention_backend", "flashinfer", "attention backend is flashinfer here and not given on one"),
+        ("gpu_architecture", "10.0", "GPU architecture is 10.0 here and 9.0 on one"),
+    ],
+)
+def test_what_would_mix_releases_backends_or_architectures_is_refused_unless_that_is_allowed(evaluate, key, value, said):
+    assert of_one_run(evaluate, two={key: value}) == {"one": [], "two": [said]}
+    assert of_one_run(evaluate, two={key: value}, extraction_allow_mixed="true") == {"one": [], "two": []}
+
+
+def test_what_made_the_records_that_are_there_counts_too(evaluate):
+    old = {"sglang_version": "0.5.19", "attention_backend": "fa3", "gpu_architecture": "9.0"}
+    there = "made the 7 records in /out/host"
+    said = [f"SGLang is 0.5.20, and 0.5.19 {there}", f"attention backend is not given, and fa3 {there}"]
+    assert of_one_run(evaluate, before=old) == {"one": [], "two": said}
+    # Nothing is left to mix, or an earlier release of ours did not say.
+    assert of_one_run(evaluate, before=old, left=0) == of_one_run(evaluate, before={"sglang_version": "0.5.20"}) == {"one": [], "two": []}
+
+
+@pytest.mark.parametrize("name", ["configure", "convert"])
+def test_a_planted_link_in_a_shared_output_directory_is_refused(tmp_path, name):
+    """Whoever may write there would have the directory of his choice given to the extractor's user."""
+    (target,) = [task for task in yaml.safe_load((ROOT / f"roles/extraction/tasks/{name}.yml").read_text()) if "ansible.builtin.file" in task]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o755)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "one").symlink_to(elsewhere)
+    play = {"hosts": "localhost", "gather_facts": False, "tasks": [target]}
+    play["vars"] = {
+        "ansible_connection": "local",
+        "ansible_python_interpreter": sys.executable,
+        "extraction_user": str(os.getuid()),
+        "extraction_group": str(os.getgid()),
+        "extraction_output_group": "",
+        "extraction_state_dir": str(tmp_path / "state"),
+        "__extraction_output_dir": str(tmp_path / "out" / "one"),
+        "__extraction_convert_output": str(tmp_path / "out" / "one"),
+    }
+    (tmp_path / "play.yml").write_text(json.dumps([play]))
+    command = [str(Path(sys.executable).parent / "ansible-playbook"), "play.yml", "-i", "localhost,"]
+    (tmp_path / "ansible.cfg").touch()
+    environment = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "LC_ALL": "C.UTF-8"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and f"{tmp_path}/out/one already exists as a link" in done.stdout + done.stderr, done.stdout
+    assert elsewhere.stat().st_mode & 0o777 == 0o755
+    (tmp_path / "out" / "one").unlink()
+    assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0
+    assert (tmp_path / "out" / "one").stat().st_mode & 0o777 == 0o700

@@ -179,3 +179,16 @@ def test_differences_are_told_with_their_reasons():
     assert lines[-1] == "+ SGLANG_HS_DUMP_DIR=/dumps"
     assert not any("--tp" in line for line in lines)
     assert any(line.startswith("+ SGLANG_IS_FLASHINFER_AVAILABLE=false (") for line in sf.capture_differences([], "0.5.9"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "backend"),
+    [
+        ([], ""),
+        (["--attention-backend", "fa3"], "fa3"),
+        (["--attention-backend=fa3", "--attention-backend", "triton"], "triton"),
+        (["--prefill-attention-backend", "fa4", "--attention-backend", "fa3", "--decode-attention-backend", "triton"], "fa4"),
+    ],
+)
+def test_the_backend_that_prefill_runs_with(arguments, backend):
+    assert sf.attention_backend(arguments) == backend
