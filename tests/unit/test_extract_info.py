@@ -172,7 +172,7 @@ def test_an_extractor_that_was_started_with_other_settings_is_told(ask, tmp_path
     secret.touch()
     config.write_text(json.dumps({"run": hm.run_of(IDENTITY), "share": "0-5", "api_key_file": str(secret), "notify_url_file": None}))
 
-    def look(changed, **status):
+    def look(changed, written=config, **status):
         hm.write_json(f"{out}/{hm.STATUS}", {"state": "running", "started_at": "2026-01-31T12:00:00Z", **status})
         for path in (config, secret):
             # Noon of that day, in seconds since the epoch.
@@ -180,11 +180,10 @@ def test_an_extractor_that_was_started_with_other_settings_is_told(ask, tmp_path
         found = ask(output_dir=str(out), config=str(config))
         return found["share"], found["outdated"]
 
-    written = config
     assert look(5) == ("", False), "nobody is at work"
     lock = hm.Lock(str(out))
     for written in (config, secret):
-        assert look(-5) == look(0.9) == ("0-5", False) and look(5) == ("0-5", True)
+        assert look(-5, written) == look(0.9, written) == ("0-5", False) and look(5, written) == ("0-5", True)
     assert look(-5, started_at=None) == look(-5, started_at="noon") == ("0-5", True), "who cannot say so is started again"
     secret.unlink()
     lock.close()

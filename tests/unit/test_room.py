@@ -208,7 +208,9 @@ def test_what_made_the_records_that_are_there_counts_too(evaluate):
 @pytest.mark.parametrize("name", ["configure", "convert"])
 def test_a_planted_link_in_a_shared_output_directory_is_refused(tmp_path, name):
     """Whoever may write there would have the directory of his choice given to the extractor's user."""
-    (target,) = [task for task in yaml.safe_load((ROOT / f"roles/extraction/tasks/{name}.yml").read_text()) if "ansible.builtin.file" in task]
+    (target,) = [
+        task for task in yaml.safe_load((ROOT / f"roles/extraction/tasks/{name}.yml").read_text()) if "ansible.builtin.file" in task
+    ]
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o755)
     (tmp_path / "out").mkdir()
