@@ -17,6 +17,7 @@ from hidden_state_bridge.canary import choose, run_canary
 from hidden_state_bridge.canary_compare import compare_hosts, distances
 from hidden_state_bridge.config import read_config
 from hidden_state_bridge.errors import Refusal
+from hidden_state_bridge.packed import PackedDataset
 
 
 def test_right_states_pass(site):
@@ -97,6 +98,16 @@ def test_a_failing_canary_says_why_and_leaves_nothing(site, fault, text):
     with FakeServer(site.dumps, lambda *_: fault) as server, pytest.raises(Refusal) as caught:
         run_canary(read_config({**site.config, "url": server.url}))
     assert text in str(caught.value) and str(caught.value).startswith("the canary failed on http://")
+    assert os.listdir(site.dumps) == []
+
+
+def test_a_record_that_the_server_refuses_is_left_out_and_named(site):
+    config = read_config({**site.config, "url": "http://127.0.0.1:1"})
+    longest = max(choose(PackedDataset(config.dataset).lengths), key=lambda record: PackedDataset(config.dataset).lengths[record])
+    with FakeServer(site.dumps, lambda rid, *_: "400" if rid.endswith(f"-a{longest}") else "ok") as server:
+        result = run_canary(read_config({**site.config, "url": server.url}))
+    assert result["ok"] and result["table"][1].startswith(f"  record {longest} is left out: HTTP 400")
+    assert result["records"] == len(choose(PackedDataset(config.dataset).lengths)) - 1
     assert os.listdir(site.dumps) == []
 
 

@@ -91,10 +91,19 @@ async def _run(config: ExtractConfig, dataset: PackedDataset) -> dict[str, Any]:
     try:
         async with Client(config.url, read_secret("api_key_file", config.api_key_file), config.request_timeout, len(records)) as client:
             ranks = 1
+            refused: dict[int, RecordRefused] = {}
             for record in records:
-                states = await _capture(client, config, layout, record, f"{stem}a{record.index}")
+                try:
+                    states = await _capture(client, config, layout, record, f"{stem}a{record.index}")
+                except RecordRefused as error:
+                    refused[record.index] = error
+                    continue
                 ranks = int(states.metadata.get("tp_ranks_on_host", "1"))
                 comparison.add_alone(record.index, states)
+            # A record that the server will not take fails by itself in the run; it says nothing of the capture.
+            records = [record for record in records if record.index not in refused]
+            if not records:
+                raise next(iter(refused.values()))
             for letter, order in (("t", records), ("r", records[::-1])):
                 await _together(client, config, layout, order, f"{stem}{letter}", comparison)
             # Where batches carry no rid, no request can ask for fingerprints.
@@ -108,6 +117,7 @@ async def _run(config: ExtractConfig, dataset: PackedDataset) -> dict[str, Any]:
     ok, states, lines = comparison.judge(TOLERANCE[config.dtype])
     tokens = sum(len(record.input_ids) for record in records)
     head = f"canary: {len(records)} records, {tokens:,} tokens, alone against together and in the other order (relative L2 a row)"
+    lines = [f"  record {index} is left out: {error}" for index, error in refused.items()] + lines
     if ranks_prints:
         agree, more = _agreement(ranks_prints, AGREEMENT[config.dtype])
         ok &= agree

@@ -362,12 +362,10 @@ class Extraction:
             self._last("stopped", f"{left:,} records are left; start the extraction again and it goes on")
             return 0
         if status["failed_total"]:
-            first = status["failed"][0]
-            self._last(
-                "incomplete",
-                f"{status['failed_total']:,} of {status['records_total']:,} records failed, the first is record"
-                f" {first['record']} ({first['source']} line {first['line']}): {first['reason']}; the next run tries them again",
-            )
+            failed, first = status["failed_total"], status["failed"][0]
+            which = f"record {first['record']} ({first['source']} line {first['line']}): {first['reason']}"
+            text = f"{failed:,} of {status['records_total']:,} records failed, the first is {which}; the next run tries them again"
+            self._last("incomplete", text)
             return 1
         self._last("done", "")
         return 0
