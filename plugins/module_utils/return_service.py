@@ -185,7 +185,10 @@ class Service:
         """Whether the server that runs in serving mode is ready, which ends it all."""
         key = order["api_key"] or api_key_of(service["pid"])
         health, detail = probe.health(order["url"], key, PROBE_SECONDS)
-        trouble = probe.generate_once(order["url"], key, PROBE_SECONDS) if health == "ok" else "/health: %s" % detail
+        try:
+            trouble = probe.generate_once(order["url"], key, PROBE_SECONDS) if health == "ok" else "/health: %s" % detail
+        except probe.Refused as error:
+            raise sr.ReturnError("started in serving mode, but it cannot be asked whether it is ready: %s" % error) from error
         if not trouble:
             return self._finish(order, "serving")
         since = self.returning.journal().get("since", time.time())

@@ -43,6 +43,9 @@ def server_below(pid):
 
 
 def api_key_of(pid):
-    """The API key that a server was started with on its command line; "" for none, and for no process."""
-    seen = hp.process(pid) if pid else None
+    """The API key that a server was started with on its command line; "" for none, and for no process.
+
+    The server may be the process itself, or below it where that is a wrapper.
+    """
+    seen = hp.process(server_below(pid) or pid) if pid else None
     return (last_value(seen["argv"], "--api-key") or "") if seen else ""

@@ -21,6 +21,15 @@ class Unreachable(Exception):
     """Nobody listens, or nothing came back in time."""
 
 
+class Refused(Unreachable):
+    """The server does not take the API key."""
+
+
+def _check_key(status, path):
+    if status in (401, 403):
+        raise Refused("%s answers %d: the API key is wrong or missing (sglang_server_api_key)" % (path, status))
+
+
 def request(url, path, api_key=None, body=None, timeout=30):
     """(HTTP status, body as bytes) of one request; Unreachable where there is no answer.
 
@@ -42,7 +51,7 @@ def request(url, path, api_key=None, body=None, timeout=30):
 
 
 def health(url, api_key=None, timeout=30):
-    """``ok`` (200), ``starting`` (another answer) or ``down`` (none), and a short text about it."""
+    """``ok`` (200), ``starting`` (another answer) or ``down`` (none), and a short text about it. SGLang asks for no key here."""
     try:
         status, _body = request(url, "/health", api_key, timeout=timeout)
     except Unreachable as error:
@@ -51,7 +60,7 @@ def health(url, api_key=None, timeout=30):
 
 
 def generate_once(url, api_key=None, timeout=60):
-    """One real request of one token; returns "" where it was answered, else what went wrong.
+    """One real request of one token; returns "" where it was answered, else what went wrong. Raises Refused.
 
     /health can be 200 while the scheduler is dead. The request carries no rid, so that a capturing server
     does not take it for a record.
@@ -61,6 +70,7 @@ def generate_once(url, api_key=None, timeout=60):
         status, answer = request(url, "/generate", api_key, body, timeout)
     except Unreachable as error:
         return "no answer to /generate: %s" % error
+    _check_key(status, "/generate")
     if status != 200:
         return "/generate answered %d: %s" % (status, answer.decode("utf-8", "replace")[:300])
     return ""
@@ -70,9 +80,21 @@ def server_info(url, api_key=None, timeout=30):
     """The server's own settings as it reports them. Holds the API keys: pass on single fields only."""
     for path in ("/server_info", "/get_server_info"):
         status, answer = request(url, path, api_key, timeout=timeout)
+        _check_key(status, path)
         if status == 200:
             return json.loads(answer.decode("utf-8"))
     raise Unreachable("/server_info answered %d" % status)
+
+
+def refuses_key(url, api_key=None, timeout=10):
+    """Whether a server answers and does not take the key. Its scheduler, which may be busy for long, is not asked."""
+    try:
+        _check_key(request(url, "/v1/models", api_key, timeout=timeout)[0], "/v1/models")
+    except Refused:
+        return True
+    except Unreachable:
+        return False
+    return False
 
 
 def requests_in_flight(url, api_key=None, timeout=10):

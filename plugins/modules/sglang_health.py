@@ -178,16 +178,15 @@ def look(params):
     health, detail = probe.health(url, key, limit)
     if health == "down":
         return waiting("loading, no answer yet")
-    if detail == "401":
-        return failed(params, "/health answers 401: the API key is wrong (sglang_server_api_key)")
     if health == "starting":
         return waiting("warming up, /health answers %s" % detail)
-    if params["generate"]:
-        trouble = probe.generate_once(url, key, limit)
+    try:
+        trouble = probe.generate_once(url, key, limit) if params["generate"] else ""
         if trouble:
             return waiting("/health is 200, but %s" % trouble)
-    try:
         facts = sf.server_facts(probe.server_info(url, key, limit))
+    except probe.Refused as error:
+        return failed(params, str(error))
     except (probe.Unreachable, ValueError) as error:
         return waiting("/health is 200, but its settings cannot be read: %s" % error)
     problems = sf.capture_problems(facts, params["arguments"]) if params["capture"] else []

@@ -186,6 +186,14 @@ health:
   description: V(ok), V(starting) (an answer that is not 200) or V(down).
   returned: always
   type: str
+key_found:
+  description: Whether O(api_key) is empty and the running server has a key on its command line, with which it is asked then.
+  returned: always
+  type: bool
+key_refused:
+  description: Whether a running server that was found does not take the API key.
+  returned: always
+  type: bool
 before:
   description: State (serving, stopped, absent) that the server was recorded to have before it was first changed.
   returned: always
@@ -255,7 +263,9 @@ def gather(params):
     place = place_of.found_place(located, service, params) if is_found else place_of.own_place(params)
     arguments = place["arguments"] + params["extra_arguments"]
     release = place["release"]
-    key = params["api_key"] or api_key_of(service["pid"])
+    url = "http://%s:%d" % (params["host"], params["port"])
+    key_of_its_own = api_key_of(service["pid"])
+    key = params["api_key"] or key_of_its_own
     strangers = [holder for holder in hp.port_holders(params["port"], params["host"]) if holder["pid"] not in service["processes"]]
     capturing = layer.captures(service["environment"])
     result = {
@@ -275,7 +285,9 @@ def gather(params):
         "config_file": sf.reads_config_file(release),
         "contradictions": sf.contradictions(arguments),
         "service": dict(service_facts(service), name=located["service"] or params["name"]),
-        "health": probe.health("http://%s:%d" % (params["host"], params["port"]), key)[0],
+        "health": probe.health(url, key)[0],
+        "key_found": not params["api_key"] and bool(key_of_its_own),
+        "key_refused": is_found and service["pid"] is not None and probe.refuses_key(url, key),
         "before": found.state_before(params["state_dir"], params["name"]),
         "port_holders": strangers,
         "returns": server_return.line(server_return.Return(params["state_dir"], params["name"]), capturing, time.time()),

@@ -114,6 +114,22 @@ def test_a_port_that_is_taken_between_stop_and_start_and_kept(site):
     assert site.seen() == before and site.model_file.read_bytes() == pristine
 
 
+def test_a_server_that_does_not_take_the_key_is_left_alone(site):
+    """Its /health asks for none, so nothing else would say so before it is down."""
+    site.variables["sglang_server_api_key"] = "right"
+    server = site.start(site.command("--api-key", "right"))
+    site.variables["sglang_server_api_key"] = "wrong"
+    output = site.run("playbooks/preflight.yml", fails=True)
+    assert "Nothing was changed" in output and "one: the server does not take the API key" in output
+    output = site.play("capture", fails=True)
+    assert "the server on port %d does not take the API key" % site.port in output and "set sglang_server_api_key" in output
+    assert server.poll() is None and not site.record().exists()
+    # The role reads it from the process, and the extractor has none.
+    site.variables["sglang_server_api_key"] = ""
+    output = site.run("playbooks/preflight.yml", fails=True)
+    assert "one: the server asks for an API key, and the extractor is given none" in output
+
+
 def test_a_controller_that_is_killed_between_stop_and_start(site):
     site.start(site.command(), STAND_IN_CAPTURE="ready=600")
     before = site.seen()

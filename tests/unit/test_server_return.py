@@ -201,6 +201,16 @@ def test_back_to_serving(call, returning, monkeypatch, tmp_path):
     assert host.run() == 0 and host.told == ["restarted"]
 
 
+def test_a_server_that_takes_the_key_no_more_is_not_waited_for(call, returning, monkeypatch, tmp_path):
+    order_of(tmp_path, call, health_timeout=3600)
+    ask = rs.probe.generate_once
+    host = Host(returning, monkeypatch)
+    monkeypatch.setattr(rs.probe, "generate_once", ask)
+    monkeypatch.setattr(rs.probe, "request", lambda *_words: (401, b""))
+    assert host.run() == 1 and host.told == ["restarted"]
+    assert "sglang_server_api_key" in returning.journal()["why"]
+
+
 def test_tasks_of_a_play_wait_for_it(call, returning, monkeypatch, tmp_path):
     order_of(tmp_path, call, after_start=True)
     host = Host(returning, monkeypatch)

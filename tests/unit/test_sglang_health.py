@@ -18,7 +18,7 @@ INFO = {"version": "0.5.20", "disable_radix_cache": True, "chunked_prefill_size"
 
 
 class Stand(ThreadingHTTPServer):
-    """A server with settable answers that keeps what it was asked."""
+    """A server with settable answers that keeps what it was asked; like SGLang it asks for its key everywhere but at /health."""
 
     daemon_threads = True
 
@@ -26,6 +26,7 @@ class Stand(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answer)
         self.answers = {"/health": (200, b""), "/generate": (200, b"{}"), "/server_info": (200, json.dumps(INFO).encode())}
         self.asked = []
+        self.key = ""
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -33,6 +34,8 @@ class _Answer(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         self.server.asked.append((self.path, self.headers.get("Authorization"), self.rfile.read(length)))
         status, body = self.server.answers.get(self.path, (404, b""))
+        if self.server.key and not self.path.startswith("/health") and self.headers.get("Authorization") != "Bearer " + self.server.key:
+            status, body = 401, b""
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -105,10 +108,21 @@ def test_warming_up(stand):
     assert (found["state"], found["line"]) == ("waiting", "warming up, /health answers 503")
 
 
-def test_wrong_key(stand):
-    stand.answers["/health"] = (401, b"")
-    found = look(stand)
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("key", ["", "wrong"])
+def test_wrong_key(stand, key, generate):
+    stand.key = "right"
+    found = look(stand, api_key=key, generate=generate)
     assert found["state"] == "failed" and "sglang_server_api_key" in found["message"]
+    assert look(stand, api_key="right", generate=generate)["state"] == "ready"
+
+
+def test_whether_a_key_is_refused(stand):
+    url = "http://127.0.0.1:%d" % stand.server_port
+    assert not probe.refuses_key(url, "any")
+    stand.key = "right"
+    assert probe.refuses_key(url) and probe.refuses_key(url, "wrong") and not probe.refuses_key(url, "right")
+    assert not probe.refuses_key("http://127.0.0.1:1", "any")
 
 
 def test_healthy_but_deaf(stand):
@@ -168,6 +182,13 @@ def test_another_process_on_the_port_is_not_taken_for_the_server(stand, monkeypa
     service(monkeypatch, "running", child.pid)
     found = look(stand, name="sglang", pid=child.pid)
     assert found["state"] == "failed" and "held by process %d" % os.getpid() in found["message"]
+
+
+def test_the_key_of_a_server_below_a_wrapper(stand, monkeypatch, child):
+    server = {"argv": ["python", "-m", "sglang.launch_server", "--api-key", "of-its-own"]}
+    monkeypatch.setattr(sglang_health.hp, "process", lambda pid: {"argv": ["sh"]} if pid == child.pid else server)
+    look(stand, pid=child.pid)
+    assert {header for _path, header, _body in stand.asked} == {"Bearer of-its-own"}
 
 
 def test_the_key_of_a_server_that_was_found(stand, monkeypatch, tmp_path):
