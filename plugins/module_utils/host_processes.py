@@ -162,8 +162,15 @@ def family_of(pid):
     return sorted(one for one in group if is_alive(one))
 
 
+def _addresses(host):
+    try:
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return {host}
+
+
 def _listening_inodes(port, host):
-    wanted = {"0.0.0.0", "::", host} if host else None
+    wanted = {"0.0.0.0", "::"} | _addresses(host) if host else None
     inodes = set()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 
+from ansible_collections.hidden_state.bridge.plugins.module_utils import container_ports as cp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import gpu_processes as gpus
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
@@ -42,8 +43,7 @@ class Worker:
     def holders(self, own=()):
         if not self.params["port"]:
             return []
-        found = hp.port_holders(self.params["port"], self.params["host"] or None)
-        return [holder for holder in found if holder["pid"] not in own]
+        return cp.strangers(self.params["port"], self.params["host"] or None, own, self.manager, self.params["name"])
 
     def strangers(self, own):
         """Who else holds the port after the time it was given to become free."""

@@ -114,6 +114,7 @@ import urllib.parse
 
 from ansible.module_utils.basic import AnsibleModule
 
+from ansible_collections.hidden_state.bridge.plugins.module_utils import container_ports as cp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
 from ansible_collections.hidden_state.bridge.plugins.module_utils import sglang_flags as sf
@@ -155,12 +156,12 @@ def process_end(params):
 
 def usurper(params):
     """A message where another process than the service's listens on its port, so that answers would be of another server; else ""."""
-    port = urllib.parse.urlsplit(params["url"]).port
+    url = urllib.parse.urlsplit(params["url"])
+    port = url.port
     if not params["name"] or not params["pid"] or not port:
         return ""
-    own = hp.family_of(params["pid"])
-    for holder in hp.port_holders(port):
-        if holder["pid"] is not None and holder["pid"] not in own:
+    for holder in cp.strangers(port, url.hostname, hp.family_of(params["pid"]), params["manager"], params["name"]):
+        if holder["pid"] is not None:
             return "port %d is held by process %s (%s), not by this server. End that process" % (port, holder["pid"], holder["command"])
     return ""
 

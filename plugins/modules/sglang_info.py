@@ -215,6 +215,7 @@ import time
 
 from ansible.module_utils.basic import AnsibleModule
 
+from ansible_collections.hidden_state.bridge.plugins.module_utils import container_ports as cp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import gpu_processes as gpus
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_limits as limits
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
@@ -266,7 +267,7 @@ def gather(params):
     url = "http://%s:%d" % (params["host"], params["port"])
     key_of_its_own = api_key_of(service["pid"])
     key = params["api_key"] or key_of_its_own
-    strangers = [holder for holder in hp.port_holders(params["port"], params["host"]) if holder["pid"] not in service["processes"]]
+    strangers = cp.strangers(params["port"], params["host"], service["processes"], located["manager"], located["service"])
     capturing = layer.captures(service["environment"])
     result = {
         "release": release,

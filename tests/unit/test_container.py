@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 import os
+import types
 from pathlib import Path
 
 import pytest
 
+from ansible_collections.hidden_state.bridge.plugins.module_utils import container_ports as cp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import container_query as cq
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_layer as layer
-from ansible_collections.hidden_state.bridge.plugins.module_utils import server_place, service_control, service_query
+from ansible_collections.hidden_state.bridge.plugins.module_utils import server_place, service_control, service_query, service_worker
 from ansible_collections.hidden_state.bridge.plugins.modules import found_server
 
 ID = "0123456789abcdef" * 4
@@ -270,6 +272,56 @@ def test_a_capture_container_that_ended_is_taken_away(engine):
     control.take_notice()
     assert engine.told() == [["rm", "--force", "sglang-hsb-capture"]]
     assert cq.query("podman", "sglang")["state"] == "stopped"
+
+
+# -- who holds the port of a container --------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """A port's holders as the host shows them, by their command lines."""
+
+    def hold(*commands):
+        monkeypatch.setattr(hp, "port_holders", lambda *_asked: [{"pid": 70 + n, "command": one} for n, one in enumerate(commands)])
+
+    return hold
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "/usr/bin/docker-proxy -proto tcp -host-ip 0.0.0.0 -host-port 30000 -container-ip 172.17.0.2 -container-port 30000",
+        "/usr/bin/conmon --api-version 1 -c %s" % ID,
+        "rootlessport",
+        "rootlessport-child",
+        "/usr/bin/pasta --config-net -t 30000-30000:30000-30000",
+    ],
+)
+def test_the_engine_holds_the_port_that_a_container_publishes(engine, held, command):
+    held(command)
+    assert cp.strangers(30000, "127.0.0.1", [], "podman", "sglang") == []
+    # Another container's.
+    assert len(cp.strangers(30001, "127.0.0.1", [], "podman", "sglang")) == 1
+    assert len(cp.strangers(30000, "127.0.0.1", [], "podman", "other")) == 1
+    assert len(cp.strangers(30000, "127.0.0.1", [], "systemd", "sglang")) == 1
+    engine.control(capture=False).stop([])
+    assert len(cp.strangers(30000, "127.0.0.1", [], "podman", "sglang")) == 1
+
+
+def test_the_capture_container_publishes_the_port_too(engine, held):
+    control = engine.control(capture=True)
+    control.stop([])
+    control.start()
+    held("/usr/bin/conmon", "nginx: master process")
+    assert [one["pid"] for one in cp.strangers(30000, "127.0.0.1", [], "podman", "sglang")] == [71]
+    assert cp.strangers(30000, "127.0.0.1", [71], "podman", "sglang") == []
+
+
+def test_a_running_container_that_publishes_its_port_is_no_reason_not_to_restart_it(engine, held):
+    held("/usr/bin/docker-proxy -host-port 30000")
+    params = {"manager": "podman", "name": "sglang", "port": 30000, "host": "127.0.0.1", "state_dir": "/nowhere"}
+    module = types.SimpleNamespace(params={**params, "stop_timeout": 7, "container_command": None})
+    assert service_worker.Worker(module).holders() == []
 
 
 def test_no_such_container_and_no_such_engine(engine):

@@ -83,6 +83,8 @@ def test_a_pid_that_is_another_process_by_now_is_left_alone(tmp_path, child):
         ("127.0.0.1", "0.0.0.0", True),
         ("127.0.0.1", "127.0.0.2", False),
         ("0.0.0.0", "127.0.0.1", True),
+        ("127.0.0.1", "localhost", True),
+        ("127.0.0.1", "no.such.host.invalid", False),
     ],
 )
 def test_port_holders(bound, asked, collides):

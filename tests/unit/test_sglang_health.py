@@ -184,6 +184,11 @@ def test_another_process_on_the_port_is_not_taken_for_the_server(stand, monkeypa
     assert found["state"] == "failed" and "held by process %d" % os.getpid() in found["message"]
 
 
+def test_a_process_on_another_address_is_not_in_the_way(stand, monkeypatch, child):
+    service(monkeypatch, "running", child.pid)
+    assert look(stand, name="sglang", pid=child.pid, url="http://127.0.0.2:%d" % stand.server_port)["state"] == "waiting"
+
+
 def test_the_key_of_a_server_below_a_wrapper(stand, monkeypatch, child):
     server = {"argv": ["python", "-m", "sglang.launch_server", "--api-key", "of-its-own"]}
     monkeypatch.setattr(sglang_health.hp, "process", lambda pid: {"argv": ["sh"]} if pid == child.pid else server)
