@@ -130,6 +130,32 @@ def test_a_server_that_does_not_take_the_key_is_left_alone(site):
     assert "one: the server asks for an API key, and the extractor is given none" in output
 
 
+def test_a_server_by_hand_that_never_stopped_is_as_it_was(site):
+    """The capture fails after the service of the return by itself was told to run, and before the server is."""
+    (site.directory / "out.yml").write_text(json.dumps([{"name": "Drain", "ansible.builtin.fail": {"msg": "no balancer"}}]))
+    site.variables["sglang_server_tasks_before_stop"] = str(site.directory / "out.yml")
+    site.start(site.command())
+    before, pristine, pid = site.seen(), site.model_file.read_bytes(), site.pid()
+    output = site.run("playbooks/extract.yml", fails=True)
+    assert "no balancer" in output and site.pid() == pid
+    is_back(site, output, before, pristine)
+
+
+@drill
+def test_a_server_that_is_slow_to_serve_again_goes_on(site):
+    site.start(site.command(), STAND_IN="ready=10")
+    before = site.seen()
+    site.play("capture")
+    output = site.play("restored", "-e", '{"sglang_server_health_timeout": 3}', fails=True)
+    assert "not ready within 3 s" in output and site.pid() is None
+    deadline = time.monotonic() + 60
+    while site.pid() is None and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert site.seen() == before
+    site.play("restored")
+    assert site.seen() == before
+
+
 def test_a_controller_that_is_killed_between_stop_and_start(site):
     site.start(site.command(), STAND_IN_CAPTURE="ready=600")
     before = site.seen()
