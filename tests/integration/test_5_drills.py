@@ -89,7 +89,7 @@ def test_a_port_that_is_taken_between_stop_and_start_and_left_again(site):
     with subprocess.Popen([sys.executable, "-c", THIEF % site.port]) as thief, site.begin("playbooks/extract.yml") as running:
         for line in running.stdout:
             lines.append(line)
-            if "TASK [Remember that it is out]" in line:
+            if "TASK [See whether the patch is this host's to take out]" in line:
                 thief.kill()
         thief.kill()
     output = "".join(lines)

@@ -76,7 +76,9 @@ def thief(server):
 
 def test_a_port_that_is_taken_and_left(server, thief):
     output = server.play(
-        "playbooks/extract.yml", fails=True, at=("TASK [Remember that it is out]", 1, lambda _play: server.host.run("touch /tmp/thief-go"))
+        "playbooks/extract.yml",
+        fails=True,
+        at=("TASK [See whether the patch is this host's to take out]", 1, lambda _play: server.host.run("touch /tmp/thief-go")),
     )
     assert re.search(r"port 30000 is still taken: pid \d+: python3 -c import os, socket, time", output)
     ended_as_before(server, output)
