@@ -12,6 +12,8 @@ import os
 import socket
 import time
 
+from ansible_collections.hidden_state.bridge.plugins.module_utils.sglang_flags import means
+
 _SECRET_OPTIONS = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
 
 
@@ -63,14 +65,12 @@ def _read_list(path):
 
 def masked(argv):
     """Arguments with the values of key options blotted out, fit for a report."""
-    shown = []
-    for index, word in enumerate(argv):
+    shown, key_follows = [], False
+    for word in argv:
         option, equals, _value = word.partition("=")
-        if index and argv[index - 1] in _SECRET_OPTIONS:
-            word = "********"
-        elif equals and option in _SECRET_OPTIONS:
-            word = option + "=********"
-        shown.append(word)
+        is_key = any(means(option, one) for one in _SECRET_OPTIONS)
+        shown.append("********" if key_follows else option + "=********" if equals and is_key else word)
+        key_follows = is_key and not equals
     return shown
 
 

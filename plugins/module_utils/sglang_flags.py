@@ -72,10 +72,19 @@ def reads_config_file(release):
     return within(release, CONFIG_FILE_SINCE, None)
 
 
-def _rule_of(word):
+def means(word, flag):
+    """Whether a word is that flag, alone or with its value. SGLang's parser takes the beginning of a flag for it: ``--dp`` is ``--dp-size``.
+
+    A beginning that fits several flags is taken for each: SGLang takes it for the only one of them that the release has. No release has
+    a flag that is itself the beginning of one that is judged here.
+    """
     name = word.split("=", 1)[0]
+    return name == flag or (name.startswith("--") and len(name) > 2 and flag.startswith(name))
+
+
+def _rule_of(word):
     for flag, values, why in TAKEN_AWAY:
-        if name == flag or (flag.endswith("*") and name.startswith(flag[:-1])):
+        if word.startswith(flag[:-1]) if flag.endswith("*") else means(word, flag):
             return flag, values, why
     return None
 
@@ -207,8 +216,8 @@ def last_value(arguments, *flags):
     """The value that counts of a flag in any of its spellings; None where it is not given."""
     value = None
     for index, word in enumerate(arguments):
-        name, equals, given = word.partition("=")
-        if name in flags:
+        _name, equals, given = word.partition("=")
+        if any(means(word, flag) for flag in flags):
             value = given if equals else arguments[index + 1] if index + 1 < len(arguments) else None
     return value
 
@@ -222,11 +231,11 @@ def contradictions(arguments):
     """Arguments of an operator that capture cannot work with, known before anything is stopped: messages."""
     found = []
     for _field, right, flags, reason, remedy in CAPTURE_RULES:
-        for flag in flags:
-            if not any(word == flag or word.startswith(flag + "=") for word in arguments):
-                continue
-            value = last_value(arguments, flag)
-            if value is not None and value in {str(one) for one in right}:
-                continue
-            found.append("%s: %s (remedy: %s)" % (flag, reason, remedy))
+        given = [(word.split("=", 1)[0], flag) for word in arguments for flag in flags if means(word, flag)]
+        if not given or last_value(arguments, *flags) in {str(one) for one in right}:
+            continue
+        name, flag = given[-1]
+        found.append("%s: %s (remedy: %s)" % (name if name in flags else "%s, short for %s" % (name, flag), reason, remedy))
+    if any(means(word, "--config") for word in arguments):
+        found.append("--config: what its file turns on is not seen (remedy: give the file's settings as arguments)")
     return found

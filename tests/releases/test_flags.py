@@ -97,6 +97,14 @@ def test_values_of_what_is_taken_away(release):
             assert not known[flag].takes_value or "piecewise" in flag, (name, flag)
 
 
+def test_no_flag_is_the_beginning_of_a_judged_one(release):
+    """A beginning counts as the flag, so a flag of its own must not be one."""
+    name, known = release
+    judged = {flag for rule in sf.CAPTURE_RULES for flag in rule[2]} | {row[0] for row in sf.TAKEN_AWAY}
+    judged |= {"--api-key", "--admin-api-key", "--config"}
+    assert {(short, flag) for short in known for flag in judged if flag != short and flag.startswith(short)} == set(), name
+
+
 def test_no_flag_is_misspelt():
     """Each flag of the tables is one of some release in the sample."""
     wheels.fetch(SAMPLE)

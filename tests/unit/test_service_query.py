@@ -114,6 +114,14 @@ def test_a_command_is_one_line():
 def test_keys_are_blotted_out():
     argv = ["python", "--api-key", "secret", "--admin-api-key=other", "--port", "1"]
     assert hp.masked(argv) == ["python", "--api-key", "********", "--admin-api-key=********", "--port", "1"]
+    # The server's parser takes the beginning of a flag for it.
+    assert hp.masked(["--api", "secret", "--adm=other", "--ssl-keyfile-pass", "third"]) == [
+        "--api",
+        "********",
+        "--adm=********",
+        "--ssl-keyfile-pass",
+        "********",
+    ]
 
 
 def test_log_tail_keeps_to_one_start(tmp_path):

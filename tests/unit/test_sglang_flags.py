@@ -139,15 +139,49 @@ def test_server_facts_hold_no_key():
         ["--moe-a2a-backend=deepep"],
         ["--attn-dp-size", "2"],
         ["--moe-dp-size=2"],
+        # Of two spellings the later one counts.
+        ["--data-parallel-size", "1", "--dp-size", "2"],
+        ["--config", "/etc/sglang.yaml"],
     ],
 )
 def test_contradictions(arguments):
     (message,) = sf.contradictions(["--tp", "8", *arguments])
-    assert message.startswith(arguments[0].split("=")[0]) and "remedy: " in message
+    assert message.startswith([word for word in arguments if word.startswith("--")][-1].split("=")[0]) and "remedy: " in message
 
 
-def test_no_contradiction():
-    assert sf.contradictions(["--tp", "8", "--pp-size", "1", "--moe-a2a-backend=none", "--trust-remote-code"]) == []
+# As argparse takes them: `--tp` is none of its own either, but the beginning of --tp-size.
+@pytest.mark.parametrize(
+    "arguments, flag",
+    [
+        (["--dp", "8"], "--dp-size"),
+        (["--dp=8"], "--dp-size"),
+        (["--pp-s=2"], "--pp-size"),
+        (["--dp-size", "1", "--data-par", "2"], "--data-parallel-size"),
+        (["--enable-dp-att"], "--enable-dp-attention"),
+        (["--disagg", "prefill"], "--disaggregation-mode"),
+    ],
+)
+def test_contradictions_in_flags_that_are_not_written_out(arguments, flag):
+    (message,) = sf.contradictions(["--tp", "8", *arguments])
+    assert ", short for %s: " % flag in message
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--pp-size", "1", "--moe-a2a-backend=none", "--trust-remote-code"],
+        ["--dp", "1", "--dp-size", "2", "--dp=1"],
+        ["--enable-dp-attention-local-control-broadcast", "--", "-d"],
+    ],
+)
+def test_no_contradiction(arguments):
+    assert sf.contradictions(["--tp", "8", *arguments]) == []
+
+
+def test_the_value_of_a_flag_that_is_not_written_out():
+    assert sf.last_value(["--api", "one", "--api-key=two", "--chunked", "5"], "--api-key") == "two"
+    assert sf.last_value(["--api-k", "one"], "--api-key") == "one"
+    assert problems(arguments=[*BASE, "--chunked-prefill", "4096"], chunked_prefill_size=4096) == []
 
 
 # -- what capture takes away ----------------------------------------------------------------------------
@@ -164,6 +198,7 @@ def test_no_contradiction():
             ["--tp", "8"],
             [["--speculative-algo", "EAGLE"], ["--speculative-num-steps", "3"], ["--enable-mixed-chunk"]],
         ),
+        (["--chunked", "4096", "--enable-mixed", "--tp=8"], ["--tp=8"], [["--chunked", "4096"], ["--enable-mixed"]]),
         (["serve", "--enable-two-batch-overlap", "/model"], ["serve", "/model"], [["--enable-two-batch-overlap"]]),
     ],
 )
