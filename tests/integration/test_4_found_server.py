@@ -88,6 +88,32 @@ def test_secrets_of_a_described_server_are_seen_nowhere(site):
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize(
+    "wanted, variable, words",
+    [
+        ("serving", "sglang_server_args", ["--api-key", "{}"]),
+        ("serving", "sglang_server_args", ["--api={}"]),
+        ("capture", "sglang_server_extra_capture_args", ["--adm", "{}"]),
+        ("capture", "sglang_server_extra_capture_args", ["--admin-api-key={}"]),
+    ],
+)
+def test_a_key_among_the_arguments_is_refused_and_not_shown(site, wanted, variable, words):
+    key = "sk-never-to-be-seen"
+    site.ours()
+    site.variables[variable] = ["--tp", 1, *(word.format(key) for word in words)]
+    output = site.play(wanted, "-vvv", "--diff", fails=True)
+    assert f"would be started with {words[0].split('=')[0]} in " in output and "set sglang_server_api_key" in output and key not in output
+    assert not (site.directory / "state" / "services").exists()
+
+
+def test_a_key_among_the_arguments_is_a_problem_of_preflight(site):
+    key = "sk-never-to-be-seen"
+    site.ours()
+    site.variables["sglang_server_args"] = ["--tp", "1", "--api-key", key]
+    output = site.run("playbooks/preflight.yml", "-vvv", fails=True)
+    assert "started with --api-key in " in output and "set sglang_server_api_key" in output and key not in output
+
+
 @drill
 def test_a_server_is_taken_out_of_service_and_put_back(site):
     """The hooks run around the stop of a serving server and after it serves again, and requests in flight are waited for."""
@@ -138,11 +164,18 @@ def test_what_another_process_holds_is_no_server(site):
 
 
 @pytest.mark.parametrize(
-    "arguments, named", [(["--enable-dp-attention"], "--enable-dp-attention"), (["--tp", "2", "--dp-size", "2"], "--dp-size")]
+    "started, added, named",
+    [
+        (["--enable-dp-attention"], [], "--enable-dp-attention"),
+        ([], ["--tp", "2", "--dp-size", "2"], "--dp-size"),
+        ([], ["--tp", "2", "--dp=2"], "--dp, short for --dp-size"),
+        (["--config", "sglang.yaml"], [], "--config: what its file turns on is not seen"),
+    ],
 )
-def test_contradictions_are_refused_before_anything_stops(site, arguments, named):
-    site.start(site.command("--enable-dp-attention") if named == "--enable-dp-attention" else site.command())
-    site.variables["sglang_server_extra_capture_args"] = [] if named == "--enable-dp-attention" else arguments
+def test_contradictions_are_refused_before_anything_stops(site, started, added, named):
+    (site.model / "sglang.yaml").write_text("dp-size: 2\n")
+    site.start(site.command(*started))
+    site.variables["sglang_server_extra_capture_args"] = added
     pid = site.pid()
     output = site.play("capture", fails=True)
     assert "capture cannot work with" in output and named in output
