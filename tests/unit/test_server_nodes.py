@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A server over three hosts, with a stand-in for the role that tells a service manager: who is started, and who is waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAY = """
+- hosts: one
+  gather_facts: false
+  tasks:
+    - ansible.builtin.include_role: {name: hidden_state.bridge.sglang_server, tasks_from: "{{ part }}"}
+    - ansible.builtin.debug: {msg: "changed {{ sglang_server_nodes_changed | default('') }}"}
+"""
+SERVICE = """
+- ansible.builtin.set_fact:
+    _service_result:
+      action: "{{ 'start' if _service_state != 'started' or __sglang_server_node in dead else 'none' }}"
+      service: {pid: 1, since: 1}
+- ansible.builtin.debug: {msg: "told {{ __sglang_server_node }} {{ _service_state }} {{ __rank | join(' ') }}"}
+"""
+# Its first look finds a head that loads, and so does each later one unless the play says otherwise.
+HEALTH = """
+from ansible.module_utils.basic import AnsibleModule
+names = ("url", "name", "manager", "state_dir", "pid", "since", "api_key", "generate", "request_timeout")
+module = AnsibleModule({name: {"type": "raw", "no_log": False} for name in names})
+module.exit_json(**HEAD if module.params["request_timeout"] is None else {"state": "failed", "message": "died", "log_tail": ["Killed"]})
+"""
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Runs a task file of the role on the head; returns its exit status and what it printed."""
+    home = tmp_path / "collections" / "ansible_collections" / "hidden_state" / "bridge"
+    (home / "roles" / "_service" / "tasks").mkdir(parents=True)
+    (home / "roles" / "_service" / "tasks" / "main.yml").write_text(SERVICE)
+    for part in ("roles/sglang_server/tasks", "roles/sglang_server/vars", "roles/sglang_server/defaults", "plugins/action"):
+        shutil.copytree(ROOT / part, home / part, ignore=shutil.ignore_patterns("__pycache__"))
+    (home / "plugins" / "modules").mkdir()
+    shutil.copy(ROOT / "plugins" / "modules" / "watch.py", home / "plugins" / "modules")
+    (tmp_path / "ansible.cfg").touch()
+    (tmp_path / "play.yml").write_text(PLAY)
+    environment = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "LC_ALL": "C.UTF-8", "ANSIBLE_NOCOLOR": "1"}
+    environment["ANSIBLE_COLLECTIONS_PATH"] = str(tmp_path / "collections")
+
+    def run(part, head=None, **variables):
+        (home / "plugins" / "modules" / "sglang_health.py").write_text(
+            HEALTH.replace("HEAD", repr(head or {"state": "waiting", "line": "loading"}))
+        )
+        common = {
+            "ansible_connection": "local",
+            "ansible_python_interpreter": sys.executable,
+            "ansible_facts": {"user_id": "root", "python": {"executable": sys.executable}},
+            "sglang_server_nodes": ["one", "two", "three"],
+            "sglang_server_model": "/model",
+            "sglang_server_user": "root",
+            "sglang_server_info": {"found": False, "manager": "systemd", "service": {"pid": 1, "manager": "systemd", "name": "sglang"}},
+            "part": part,
+            "dead": [],
+            **variables,
+        }
+        (tmp_path / "hosts.json").write_text(json.dumps({"all": {"hosts": dict.fromkeys(("one", "two", "three"), common)}}))
+        command = [str(Path(sys.executable).parent / "ansible-playbook"), "play.yml", "-i", "hosts.json"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "dead, again",
+    [([], []), (["two"], ["three restarted --node-rank 2"]), (["three"], ["two restarted --node-rank 1"]), (["two", "three"], [])],
+)
+def test_where_one_starts_anew_so_do_all(play, dead, again):
+    status, said = play("nodes", dead=dead)
+    assert status == 0, said
+    assert re.findall(r"told (.*)\"", said) == ["two started --node-rank 1", "three started --node-rank 2", *again]
+    assert f"changed {bool(dead)}" in said
+
+
+def test_they_start_anew_with_their_head(play):
+    status, said = play("nodes", sglang_server_info={"found": False, "manager": "systemd", "service": {"pid": None}})
+    assert status == 0 and re.findall(r"told (\w+ \w+)", said) == ["two restarted", "three restarted"], said
+    status, said = play("nodes", dead=["two"], sglang_server_state="stopped")
+    assert status == 0 and re.findall(r"told (\w+ \w+)", said) == ["two stopped", "three stopped"], said
+
+
+WAITED = {
+    "_service_result": {"service": {"pid": 1, "since": 1}},
+    "__sglang_server_waited": 0,
+    "sglang_server_health_timeout": 4,
+    "sglang_server_health_interval": 1,
+}
+
+
+def test_the_head_is_not_waited_for_once_another_process_has_ended(play):
+    others = {name: {"service": {"pid": 1, "since": 1}} for name in ("two", "three")}
+    status, said = play("nodes_wait", __sglang_server_others=others, **WAITED)
+    assert status != 0 and "two, of the server of one: died" in said and "Killed" in said, said
+    assert said.count("TASK [hidden_state.bridge.sglang_server : Wait a round for the head]") == 1
+
+
+@pytest.mark.parametrize(
+    "head, rounds", [({"state": "waiting", "line": "loading"}, 2), ({"state": "ready"}, 1), ({"state": "failed", "message": "no"}, 1)]
+)
+def test_the_wait_goes_round_until_the_head_is_done_or_time_is_up(play, head, rounds):
+    status, said = play("nodes_wait", head=head, __sglang_server_others={}, **WAITED)
+    assert status == 0, said
+    assert said.count("TASK [hidden_state.bridge.sglang_server : Wait a round for the head]") == rounds
