@@ -44,6 +44,7 @@ def prove(tmp_path):
 
     def run(since, *arguments):
         server = {"release": "0.5.20", "capture_args": [], "manager": "systemd", "model": {"hidden_size": 8}}
+        server.update(attention_backend="", gpu_architecture="")
         host = {
             "ansible_connection": "local",
             "ansible_python_interpreter": sys.executable,

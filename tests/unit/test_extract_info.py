@@ -56,7 +56,7 @@ def test_a_status_that_a_loss_of_power_tore_is_of_an_extractor_that_died(ask, tm
     hm.claim_run(out, IDENTITY, {})
     (tmp_path / "host" / hm.STATUS).write_text(content)
     found = ask(output_dir=out)
-    assert (found["state"], found["status"], found["failed"]) == ("dead", {}, [])
+    assert (found["state"], found["status"], found["failures"]) == ("dead", {}, [])
     assert "start it again and it goes on where it was" in found["message"]
     lock = hm.Lock(out)
     assert ask(output_dir=out)["state"] == "starting"

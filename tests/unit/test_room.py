@@ -54,6 +54,8 @@ def evaluate(tmp_path):
 def problems(evaluate, **variables) -> dict:
     """What preflight of the extraction says where nothing else is wrong."""
     fine = {
+        "sglang_server_info": {"key_found": False},
+        "extraction_api_key": "",
         "extraction_output_dir": "/data/states",
         "extraction_dump_dir": "/data/dumps",
         "extraction_min_free_bytes": 1_000_000_000,
@@ -159,7 +161,7 @@ def by_host(one: object, two: object) -> str:
 
 def of_one_run(evaluate, one=None, two=None, before=None, **variables) -> dict:
     """What preflight says where the servers of the hosts differ so, and `before` made what lies on the second one."""
-    server = {"release": "0.5.20", "attention_backend": "", "gpu_architecture": "9.0"}
+    server = {"release": "0.5.20", "attention_backend": "", "gpu_architecture": "9.0", "key_found": False}
     identity = {"weights": "w", "layers": [1, 3, 4]}
     expression = yaml.safe_load((ROOT / "roles/extraction/vars/main.yml").read_text())["__extraction_run_problems"]
     lies = {"conflict": "", "records_done": 7, "provenance": before or {}}
