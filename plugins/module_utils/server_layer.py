@@ -194,6 +194,21 @@ def unit_layer(record, argv, environment, tag):
     return {dropin: "\n".join(lines) + "\n", variables: text}
 
 
+def check_there(record):
+    """Raise RecordError where a unit could not start its capture on this host as its server ran: known while that still serves."""
+    directory = record.get("directory")
+    if directory and not os.path.isdir(directory):
+        raise pr.RecordError(
+            "the working directory of the running server, %s, is not there, and its capture could not start in it:"
+            " restart the server as you do, then run again" % directory
+        )
+    if record.get("switched") and not os.access(SETPRIV, os.X_OK):
+        raise pr.RecordError(
+            "a script of %s runs the server as user %s, which its capture needs %s for: install util-linux, or set User= in the unit"
+            % (record["service"], record["user"]["uid"], SETPRIV)
+        )
+
+
 def _as_it_ran(record):
     """Settings of a unit that give what a script (cd, umask, ulimit, nice, taskset) gave to the recorded process."""
     lines = ["WorkingDirectory=" + record["directory"].replace("%", "%%"), "UMask=%04o" % record["umask"], "Nice=%d" % record["nice"]]

@@ -235,7 +235,10 @@ def contradictions(arguments):
         if not given or last_value(arguments, *flags) in {str(one) for one in right}:
             continue
         name, flag = given[-1]
-        found.append("%s: %s (remedy: %s)" % (name if name in flags else "%s, short for %s" % (name, flag), reason, remedy))
+        if name in flags:
+            found.append("%s: %s (remedy: %s)" % (name, reason, remedy))
+        else:
+            found.append("%s, short for %s: %s (remedy: %s; if it stands for another flag, write that out)" % (name, flag, reason, remedy))
     if any(means(word, "--config") for word in arguments):
         found.append("--config: what its file turns on is not seen (remedy: give the file's settings as arguments)")
     return found

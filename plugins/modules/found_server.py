@@ -161,6 +161,8 @@ def lay(params, made, check_mode):
         result["launch"] = capturing if capture else serving
         changed = layer.lay_files(files, check_mode)
     elif manager == "unit":
+        if capture:
+            layer.check_there(made)
         files = layer.unit_layer(made, argv, environment, tag)
         changed = layer.lay_files(files, check_mode) if capture else layer.take_files(files, check_mode)
         result["tag"] = tag if capture else ""

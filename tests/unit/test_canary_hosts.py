@@ -49,8 +49,20 @@ def test_a_host_with_other_states_is_told_from_whom_it_differs(request_):
     assert "compare weights, SGLang release" in result["table"][-1]
 
 
-def test_other_records_are_refused(request_):
+def test_a_record_that_one_host_did_not_take_is_not_compared(request_):
+    scale(request_["prints"]["a"], "layer_1", 1.01)
     request_["prints"]["a"].pop("77")
+    for host in "ab":
+        result = compare_hosts({**request_, "host": host})
+        assert result["ok"] and len(result["table"]) == 2
+
+
+@pytest.mark.parametrize("missing", ["records", "state"])
+def test_other_records_or_states_are_refused(request_, missing):
+    if missing == "records":
+        request_["prints"]["a"] = {"5": request_["prints"]["a"]["77"]}
+    else:
+        request_["prints"]["a"]["77"].pop("layer_1")
     with pytest.raises(Refusal, match="the canaries of b and a are of other records or states; run extract.yml again"):
         compare_hosts(request_)
 

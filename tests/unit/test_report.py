@@ -73,7 +73,7 @@ def test_a_pilot_is_complete_with_its_own_records_and_a_share_that_was_not_reach
     request_.update(expected={"records": 30, "tokens": 30_000}, held={"far": {"records": 7, "tokens": 7_000}})
     totals = summarize(request_)["totals"]
     assert (totals["complete"], totals["records_expected"]) == (True, 30)
-    assert "Held      7 records by far, which was not reached" in write_report(request_, str(tmp_path))["summary"]
+    assert "Held      7 records that far did or was given; it was not asked" in write_report(request_, str(tmp_path))["summary"]
 
 
 class Tags(html.parser.HTMLParser):

@@ -238,3 +238,18 @@ def test_a_planted_link_in_a_shared_output_directory_is_refused(tmp_path, name):
     (tmp_path / "out" / "one").unlink()
     assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0
     assert (tmp_path / "out" / "one").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_report_takes_whatever_a_failure_says(evaluate):
+    task = yaml.safe_load((ROOT / "roles/extraction/tasks/write_report.yml").read_text())[0]
+    hosts = task["vars"]["__extraction_hosts"].replace("groups['sglang']", "groups['all']")
+    said = "the model's code says: \U0001f6a8 \u00e9 \"quoted\"\nand more: {{ no template }}"
+    found = evaluate(
+        {"ansible.builtin.set_fact": {"rows": hosts}},
+        "rows",
+        __afresh=[],
+        __extraction_end={"records_done": 1, "failures": []},
+        extraction_output_dir="/out",
+        bridge_failure={"__ansible_unsafe": said},
+    )["one"]
+    assert {name: row["broke"] for name, row in found.items()} == dict.fromkeys(TOKENS, said)

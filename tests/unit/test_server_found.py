@@ -194,6 +194,17 @@ def test_the_layer_of_a_unit():
     assert files[variables] == 'A="1"\nFROM_SCRIPT="y"\nHIDDEN_STATE_BRIDGE_SERVICE="tag"\nSGLANG_HS_DUMP_DIR="/dumps"\n'
 
 
+def test_what_a_capture_could_not_start_with_is_refused_while_the_server_serves(tmp_path, monkeypatch):
+    record = dict(RECORD, directory=str(tmp_path), switched=True)
+    layer.check_there(record)
+    layer.check_there({key: RECORD[key] for key in ("service", "argv", "executable")})
+    with pytest.raises(pr.RecordError, match="/gone, is not there.*restart the server"):
+        layer.check_there(dict(record, directory=f"{tmp_path}/gone"))
+    monkeypatch.setattr(layer, "SETPRIV", f"{tmp_path}/setpriv")
+    with pytest.raises(pr.RecordError, match="install util-linux, or set User="):
+        layer.check_there(record)
+
+
 def test_what_a_script_did_before_it_started_the_server_holds_in_capture_too():
     dropin = layer.unit_files("operators")[0]
     lines = layer.unit_layer(RECORD, RECORD["argv"], {}, "tag")[dropin].splitlines()

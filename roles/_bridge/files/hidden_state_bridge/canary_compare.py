@@ -123,17 +123,19 @@ def compare_hosts(request: dict[str, Any]) -> dict[str, Any]:
     """Hold one host's canary against those of other hosts.
 
     request: `{host, dtype, prints: {host: what the canary printed}}`. Returns `{ok, table}`. Raises Refusal where two
-    hosts captured other records or states.
+    hosts have no record in common, or captured other states.
     """
     prints, host = request["prints"], request["host"]
     bound = TOLERANCE[request["dtype"]][0] * HOSTS_FACTOR
     lines, ok = [], True
     for other in sorted(set(prints) - {host}):
         apart: dict[str, list[np.ndarray]] = {}
-        for record, states in prints[host].items():
-            if prints[other].get(record, {}).keys() != states.keys():
-                raise Refusal(f"the canaries of {host} and {other} are of other records or states; run extract.yml again on both")
-            for name, rows in states.items():
+        # One that a server refuses is missing in its canary.
+        common = prints[host].keys() & prints[other].keys()
+        if not common or any(prints[host][record].keys() != prints[other][record].keys() for record in common):
+            raise Refusal(f"the canaries of {host} and {other} are of other records or states; run extract.yml again on both")
+        for record in sorted(common):
+            for name, rows in prints[host][record].items():
                 ours, theirs = np.array(rows), np.array(prints[other][record][name])
                 apart.setdefault(name, []).append(np.linalg.norm(ours - theirs, axis=1) / np.maximum(np.linalg.norm(ours, axis=1), 1e-12))
         medians = {name: float(np.median(np.concatenate(rows))) for name, rows in apart.items()}

@@ -162,7 +162,9 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         f"Speed     {hs_progress.short(totals['tok_s'])} tok/s",
         f"Verified  {verified}",
     ]
-    lines += [f"Held      {share['records']:,} records by {host}, which was not reached" for host, share in report["held"].items()]
+    lines += [
+        f"Held      {share['records']:,} records that {host} did or was given; it was not asked" for host, share in report["held"].items()
+    ]
     lines += [f"Failed    {_named(failure)}" for failure in report["failed"][:SHOWN_FAILURES]]
     if len(report["failed"]) > SHOWN_FAILURES:
         lines.append(f"          and {len(report['failed']) - SHOWN_FAILURES:,} more, see the report")
