@@ -194,6 +194,7 @@ def test_a_record_that_is_refused_is_listed_and_stops_nothing_else(site):
     assert "asked to refuse it" in site.run("playbooks/extract.yml", "--tags", "watch", fails=True)
 
 
+@drill
 def test_a_run_that_attaches_with_other_settings_has_them_count(site):
     """The first play is killed while its extractor has all ahead of it; the second says until when, which has come."""
     hold = site.directory / "hold"
