@@ -314,8 +314,12 @@ def test_other_ranks_follow_where_a_collective_is_needed(tmp_path: Path, monkeyp
     monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path / "dumps"))
     engine_modules(SimpleNamespace(pp_size=1), monkeypatch, rank=1)
     made = SimpleNamespace(forward_mode=SimpleNamespace(name="EXTEND"), rids=["hsb-a"])
-    assert isinstance(open_capture("stream").begin(made), follower.FollowerBatch)
+    for family in ("stream", "keyword-stream"):
+        assert isinstance(open_capture(family).begin(made), follower.FollowerBatch)
     assert open_capture("E").begin(made) is None
+    engine_modules(SimpleNamespace(pp_size=1), monkeypatch)
+    for family, follows in (("stream", True), ("keyword-stream", True), ("E", False)):
+        assert open_capture(family)._follows == follows
 
 
 def test_without_rids_requests_are_expected_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 # Requests in flight are bounded by the scheduler far below this.
 _REMEMBERED_REQUESTS = 65536
 _FAILED = -1
-# The shape whose states SGLang completes by a collective.
-STREAM_FAMILY = "stream"
+# The shapes whose states SGLang completes by a collective: its snapshot, or what it does for a layer with a callback.
+_COLLECTIVE = ("stream", "keyword-stream")
 
 
 def open_capture(model: Any, layers: str, norm: str | None, *, patch_version: str, family: str) -> Capture | Follower:
@@ -47,7 +47,7 @@ def open_capture(model: Any, layers: str, norm: str | None, *, patch_version: st
     # The head has the lowest ranks. Files of ranks on other nodes would lie where nobody reads or removes them.
     beside = size // max(1, int(engine.server_settings()("nnodes") or 1))
     if rank != 0:
-        wanted = Requests(settings.rid_prefix).wanted if family == STREAM_FAMILY else None
+        wanted = Requests(settings.rid_prefix).wanted if family in _COLLECTIVE else None
         prints = None
         if rank < beside and engine.batches_name_requests():
             asked = replace(settings, rid_prefix=settings.rid_prefix + RID_SUFFIX)
@@ -79,7 +79,7 @@ def open_capture(model: Any, layers: str, norm: str | None, *, patch_version: st
         layer_count,
         width,
         None if named else ExpectList(settings.directory),
-        follows=family == STREAM_FAMILY and size > 1,
+        follows=family in _COLLECTIVE and size > 1,
     )
 
 

@@ -58,7 +58,9 @@ class FollowerBatch:
         """SGLang's own collector, untouched."""
         return own
 
-    callback = collector
+    def callback(self, layer: int, own: Any) -> Any:
+        """A callback where rank 0 has one: SGLang makes an all-reduce before a layer with one, and none before the others."""
+        return _ignore if own is None and layer - 1 in self._layers else own
 
     def output(self, layer: int | None, hidden: Any, residual: Any = None) -> None:
         """Nothing: no collective is needed."""
@@ -66,5 +68,9 @@ class FollowerBatch:
     def finish(self, post_norm: Any, pre_norm: Any) -> None:
         """Nothing: the final state is complete on every rank."""
 
-    def watch(self, norm: Any) -> None:
+    def watch(self, norm: Any, adds: bool = True) -> None:
         """Nothing, as :meth:`finish`."""
+
+
+def _ignore(tensor: Any, owned: bool = False) -> None:
+    """A callback that takes nothing."""
