@@ -117,10 +117,10 @@ class Batch:
         name = layer_name(index)
         try:
             state = engine.snapshot(hidden, forward_batch)
+            self._keep_for_proof(index == self._layer_count - 1, state)
         except Exception as error:
             self.fail(f"completing {name} failed: {error!r}")
         else:
-            self._keep_for_proof(index == self._layer_count - 1, state)
             self.record(name, state)
 
     def watch(self, norm: Any, adds: bool = True) -> None:

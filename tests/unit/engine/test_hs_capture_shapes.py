@@ -343,6 +343,20 @@ def test_a_rank_that_follows_takes_what_a_patched_model_calls(tmp_path: Path) ->
     running.watch(Norm(), False)
 
 
+def test_a_copy_for_the_proof_that_fails_does_not_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def detach(self) -> Any:
+            raise RuntimeError("out of memory")
+
+    model = Model(tmp_path, (7,))
+    running = model.capture.begin(batch(("hsb-a", 0, 3)))
+    monkeypatch.setattr(engine, "snapshot", lambda *arguments: Full())
+    for layer in range(LAYERS):
+        running.stream(layer, torch.zeros(3, HIDDEN), None)
+    running.finish(torch.zeros(3, HIDDEN), torch.zeros(3, HIDDEN))
+    assert "completing layer_7 failed: RuntimeError('out of memory')" in model.reason()
+
+
 def lay(directory: Path, ids: torch.Tensor, rid: str) -> Path:
     entry = directory / expect.DIRECTORY / hashlib.sha256(ids.long().numpy().astype("<i8").tobytes()).hexdigest()
     entry.write_text(rid)
