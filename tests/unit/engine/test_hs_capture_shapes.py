@@ -16,6 +16,7 @@ from test_hs_capture_batches import HIDDEN, LAYERS, batch
 
 from hs_capture import capture, dumpfile, engine, expect
 from hs_capture.capture import Requests
+from hs_capture.collector import Proof
 from hs_capture.fingerprints import FingerprintWriter
 from hs_capture.follower import Follower
 from hs_capture.guards import NotCapturable
@@ -173,6 +174,29 @@ def test_a_norm_that_takes_in_another_state_is_found(model: Model) -> None:
     model.tuple_loop(batch(("hsb-b", 0, 5)))
     model.check("hsb-b.0.safetensors")
     assert model.capture._proof.done
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_massive_activation_does_not_hide_another_state(dtype: torch.dtype) -> None:
+    states = [torch.randn(300, 512, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    for state in states:
+        state[0, 7] = 1000.0
+    first, second = (state.to(dtype) for state in states)
+    proof = Proof()
+    with pytest.raises(NotCapturable, match=r"differ by .* of 1e\+03, and in the median row by 1\.4\d* of its length"):
+        proof.check(first, second)
+    assert not proof.done
+    # The same sum, rounded on its way.
+    parts = torch.randn(2, 300, 512, generator=torch.Generator().manual_seed(3))
+    parts[:, 0, 7] = 500.0
+    parts[:, 200:] = 0
+    rounded = parts[0].to(dtype) + parts[1].to(dtype)
+    proof.check(rounded, (parts[0] + parts[1]).to(dtype))
+    assert proof.done
+    zeros = torch.zeros(3, 512, dtype=dtype)
+    Proof().check(zeros, zeros)
+    with pytest.raises(NotCapturable, match="differ by"):
+        Proof().check(torch.full_like(zeros, float("nan")), zeros)
 
 
 def test_layers_outside_the_loop_are_found(model: Model) -> None:
