@@ -100,6 +100,7 @@ HEALTHY = {
     [
         ("pp_size", 2, "--pp-size 1"),
         ("enable_dp_attention", True, "drop --enable-dp-attention"),
+        ("dp_size", 2, "start with --dp-size 1"),
         ("enable_two_batch_overlap", True, "drop --enable-two-batch-overlap"),
         ("speculative_algorithm", "EAGLE3", "drop --speculative-algorithm"),
         ("moe_a2a_backend", "deepep", "--moe-a2a-backend none"),

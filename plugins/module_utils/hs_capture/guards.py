@@ -44,6 +44,12 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "drop --enable-dp-attention",
     ),
     (
+        "dp_size",
+        _many,
+        "TP rank 0 of each replica would write into the same directory",
+        "start with --dp-size 1",
+    ),
+    (
         "enable_two_batch_overlap",
         _on,
         "the layer loop does not run for the sparse layers",
