@@ -267,14 +267,22 @@ class Writer:
                 complained = True
 
     def _report(self) -> None:
-        """Write the counters; whoever waits for a dump sees by `updated` and `queue` that none will come."""
+        """Write the counters; whoever waits for a dump sees by `updated`, `queue` and `open` that none will come."""
         handle = self._directory.current()
         if handle is None:
             return
         waiting = self._spool.tidy(handle)
         # The time before the queue: what was submitted by then is in it, or was written.
         updated = round(time.time(), 3)
-        content = self.counters.report(updated=updated, queue=self._pending, ring_used=self._ring.used(), directory_bytes=waiting)
+        # Of the forward under way, or of one that ended without passing the final norm: that shows in the next one only.
+        sheet = self._open
+        content = self.counters.report(
+            updated=updated,
+            queue=self._pending,
+            open=[piece.rid for piece in sheet.pieces] if sheet is not None else [],
+            ring_used=self._ring.used(),
+            directory_bytes=waiting,
+        )
         self._directory.put(COUNTERS_NAME, content, handle)
 
 

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import dumping
+import pytest
 from test_hs_capture_writer import HIDDEN, ROW, check, forward, settings
 
-from hs_capture import dumpfile
+from hs_capture import dumpfile, writer
+from hs_capture.sheet import Piece
 
 
 def test_counters_are_written_every_second(tmp_path: Path) -> None:
@@ -59,3 +61,22 @@ def test_what_waits_for_room_is_in_the_queue(tmp_path: Path) -> None:
     (tmp_path / "hsb-a.0.safetensors").unlink()
     assert to.drain(20)
     check(tmp_path, "hsb-c", 20)
+
+
+def test_a_forward_that_does_not_end_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the next one nothing else tells of it: there is neither a dump nor an error marker."""
+    monkeypatch.setattr(writer, "_REPORT_SECONDS", 3600)
+    to = dumping.make_writer(settings(tmp_path), HIDDEN)
+    path = tmp_path / dumpfile.COUNTERS_NAME
+
+    def opened() -> list[str]:
+        to._report()
+        return json.loads(path.read_text())["open"]
+
+    forward(to, ("hsb-a", 2))
+    assert opened() == []
+    to.reserve([Piece("hsb-b", 0, 0, 2), Piece("hsb-c", 0, 2, 5)])
+    assert opened() == ["hsb-b", "hsb-c"]
+    forward(to, ("hsb-d", 2))
+    assert opened() == []
+    assert dumping.names(to, tmp_path) == ["hsb-a.0.safetensors", "hsb-b.error.json", "hsb-c.error.json", "hsb-d.0.safetensors"]

@@ -153,6 +153,11 @@ async def wait_for(directory: str, rid: str, tokens: int, seconds: float) -> lis
 
 
 def _never_came(directory: str, rid: str, report: dict[str, Any]) -> str:
+    if rid in report.get("open", ()):
+        return (
+            f"the server answered {rid} and the forward ended without passing the final norm;"
+            " run the patcher again, and read the log of the server on this host"
+        )
     pieces = sum(name.startswith(f"{rid}.") for name in os.listdir(directory))
     if pieces:
         return f"the server answered {rid} and its capture left {pieces} pieces with a hole; start it with --chunked-prefill-size -1"
