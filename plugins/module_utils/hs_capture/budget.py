@@ -75,7 +75,7 @@ def prefill_tokens(read: Callable[[str], Any]) -> int:
 
 
 def plan(environment: Mapping[str, str], layout: Layout, tokens: int, free: int, where: str) -> Budget:
-    """Divide the cap. `free` bytes may be taken on the file system of `where`, `tokens` are a full prefill batch.
+    """Divide the cap. Dumps may take `free` bytes on the file system of `where`, `tokens` are a full prefill batch.
 
     Raises CaptureRefused for a variable that is no number and a cap below two full prefill batches.
     """
@@ -83,7 +83,7 @@ def plan(environment: Mapping[str, str], layout: Layout, tokens: int, free: int,
     cap = int(_number(environment, MAX_BYTES, int(free * _SHARE_OF_FREE)))
     batch = tokens * layout.row_bytes
     if cap < 2 * batch:
-        given = f"{MAX_BYTES}={cap}" if environment.get(MAX_BYTES) else f"{where} has {free} bytes free and {cap} of them"
+        given = f"{MAX_BYTES}={cap}" if environment.get(MAX_BYTES) else f"{where} has {free} bytes free or in dumps, and {cap} of them"
         raise CaptureRefused(
             f"{given} cannot hold two prefill batches ({tokens} tokens x {layout.row_bytes} bytes x 2 = {2 * batch})",
             f"set {MAX_BYTES} to that at least, make room in {where}, or lower --max-prefill-tokens",

@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 
-from .dumpfile import is_spare, temporary_name, temporary_pid
+from .dumpfile import is_dump, is_spare, temporary_name, temporary_pid
 from .guards import CaptureRefused, NotCapturable
 
 logger = logging.getLogger(__name__)
@@ -119,10 +119,20 @@ class DumpDirectory:
             return False
         return (found.st_dev, found.st_ino) == self._handle.identity
 
-    def free_bytes(self) -> int:
-        """Bytes that the file system has left for this user."""
+    def waiting(self, handle: Handle) -> list[tuple[int, str]]:
+        """Bytes and name of each dump that lies there, files given back included."""
+        found = []
+        with os.scandir(handle.descriptor) as entries:
+            for entry in entries:
+                if is_spare(entry.name) or is_dump(entry.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        found.append((entry.stat(follow_symlinks=False).st_size, entry.name))
+        return found
+
+    def usable_bytes(self) -> int:
+        """Bytes that dumps may take: what the file system has left for this user, and what dumps hold already."""
         found = os.fstatvfs(self._handle.descriptor)
-        return found.f_bavail * found.f_frsize
+        return found.f_bavail * found.f_frsize + sum(size for size, _name in self.waiting(self._handle))
 
     def put(self, name: str, content: bytes, handle: Handle) -> None:
         """Write a small file (mode 0600) by rename. Raises OSError."""

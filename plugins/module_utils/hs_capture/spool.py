@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from .budget import MAX_BYTES
 from .counters import Counters
 from .directory import DumpDirectory, Handle
-from .dumpfile import is_dump, is_spare, write_all
+from .dumpfile import is_spare, write_all
 from .guards import NotCapturable
 
 _SCAN_SECONDS = 0.02
@@ -103,20 +103,9 @@ class Spool:
 
     def _scan(self, handle: Handle) -> None:
         """Count anew what lies in the directory; the lock is held."""
-        waiting, spare = 0, []
-        with os.scandir(handle.descriptor) as entries:
-            for entry in entries:
-                if not (is_spare(entry.name) or is_dump(entry.name)):
-                    continue
-                try:
-                    size = entry.stat(follow_symlinks=False).st_size
-                except FileNotFoundError:
-                    continue
-                if is_spare(entry.name):
-                    spare.append((size, entry.name))
-                else:
-                    waiting += size
-        self._waiting, self._spare = waiting, sorted(spare)
+        found = self._directory.waiting(handle)
+        self._waiting = sum(size for size, name in found if not is_spare(name))
+        self._spare = sorted((size, name) for size, name in found if is_spare(name))
         self._scanned_at = time.monotonic()
         self._drop_spare(self.limit // _SPARE_SHARE, handle)
 

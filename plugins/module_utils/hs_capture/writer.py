@@ -50,7 +50,7 @@ def open_writer(settings: Settings, metadata: Mapping[str, str], width: int, rea
     layout = Layout(settings.tensor_names(), width, str(torch.get_default_dtype()).partition(".")[2])
     directory = DumpDirectory(settings.directory)
     tokens = prefill_tokens(read)
-    budget = plan(os.environ, layout, tokens, directory.free_bytes(), settings.directory)
+    budget = plan(os.environ, layout, tokens, directory.usable_bytes(), settings.directory)
     writer = Writer(directory, budget, layout, metadata, read("device"), settings.rid_prefix + RID_SUFFIX)
     logger.info(
         "capture holds %d MiB on the GPU and %d MiB on the host, and up to %d MiB wait in %s; a prefill batch of %d tokens is %d MiB",

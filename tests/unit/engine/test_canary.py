@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_server import FakeServer
 
+import hs_manifest
 from hidden_state_bridge import canary_compare, dumps
 from hidden_state_bridge.canary import choose, run_canary
 from hidden_state_bridge.canary_compare import compare_hosts, distances
@@ -145,6 +146,21 @@ def test_what_a_killed_canary_left_goes_with_the_next(site):
         run_canary(read_config({**site.config, "url": server.url}))
     assert sorted(os.listdir(site.dumps)) == ["expect", f"hsb-canary-0123456789ab-{os.getpid()}-1-a0.0.safetensors"]
     assert os.listdir(site.dumps / "expect") == []
+
+
+@pytest.mark.parametrize("at_work", [False, True])
+def test_dumps_of_an_extractor_that_was_killed_go_unless_one_is_at_work(site, at_work):
+    left = "hsb-000000000000-1-0.0.safetensors"
+    (site.dumps / left).touch()
+    site.output.mkdir(parents=True)
+    lock = hs_manifest.Lock(str(site.output))
+    if not at_work:
+        lock.close()
+    with FakeServer(site.dumps) as server:
+        run_canary(read_config({**site.config, "url": server.url}))
+    assert os.listdir(site.dumps) == [left] * at_work
+    if at_work:
+        lock.close()
 
 
 def test_ranks_of_other_hosts_are_not_waited_for(site):

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -126,7 +127,6 @@ def test_killed_and_started_again(site, lines):
         site.run(url=server.url)
         again = {int(rid.rsplit("-", 2)[1]) for rid in server.requests}
     assert not again & set(done), "a finished record was asked for again"
-    os.unlink(site.dumps / "hsb-000000000000-1-0.0.safetensors")
     site.check_complete()
 
 
@@ -225,7 +225,7 @@ def test_a_sweep_that_fails_is_said_and_ends_nothing(site, monkeypatch, capsys):
     with FakeServer(site.dumps, delay=0.1) as server:
         assert extract.run_service(read_config({**site.config, "url": server.url, "concurrency": 1, "share": "0-5"})) == 0
     said = capsys.readouterr().out
-    assert said.count(f"dumps that came too late cannot be removed: [Errno 5] Input/output error: '{site.dumps}'") > 3
+    assert said.count(f"dumps that nobody awaits cannot be removed: [Errno 5] Input/output error: '{site.dumps}'") > 3
 
 
 def test_dumps_that_came_too_late_do_not_stay(site, capsys):
@@ -239,4 +239,43 @@ def test_dumps_that_came_too_late_do_not_stay(site, capsys):
         asyncio.run(extraction._sweep())
         asyncio.run(extraction._sweep())
     assert sorted(os.listdir(site.dumps)) == sorted([f"{stem}1-1.0.safetensors", "hsb-other-1-0.0.safetensors"])
-    assert capsys.readouterr().out == "removed 3 dumps that came too late\n"
+    assert capsys.readouterr().out == "removed 3 dumps that came too late, or that nobody awaits\n"
+
+
+def test_dumps_that_nobody_owns_go_once_they_are_old(site):
+    extraction = Extraction(read_config(site.config))
+    awaited = f"{extraction.config.rid_stem}1-1"
+    extraction._awaited = {awaited}
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    at_work = f"hsb-canary-0123456789ab-{os.getpid()}-1-a0.0.safetensors"
+    killed = f"hsb-fp-canary-0123456789ab-{ended.pid}-1-a0.0.fp1"
+    old = [
+        f"{awaited}.0.safetensors",
+        "hsb-000000000000-1-0.0.safetensors",
+        "hsb-of.a.client.error.json",
+        at_work,
+        killed,
+        "other.0.safetensors",
+    ]
+    past = time.time() - site.config["request_timeout"] - 1
+    for name in old:
+        (site.dumps / name).touch()
+        os.utime(site.dumps / name, (past, past))
+    (site.dumps / "hsb-of-a-client.0.safetensors").touch()
+    with ThreadPoolExecutor(1) as extraction._pool:
+        asyncio.run(extraction._sweep())
+    assert set(os.listdir(site.dumps)) == {f"{awaited}.0.safetensors", at_work, "other.0.safetensors", "hsb-of-a-client.0.safetensors"}
+
+
+def test_a_start_removes_whatever_nobody_awaits(site):
+    os.mkdir(site.dumps / "expect")
+    at_work = f"hsb-canary-0123456789ab-{os.getpid()}-1-a0.0.safetensors"
+    for name in ("hsb-000000000000-1-0.0.safetensors", "hsb-of-a-client.error.json", at_work, "other.0.safetensors"):
+        (site.dumps / name).touch()
+    (site.dumps / "expect" / "0").write_text("hsb-000000000000-2-0")
+    extraction = Extraction(read_config(site.config))
+    extraction.prepare()
+    extraction.close()
+    assert sorted(os.listdir(site.dumps)) == sorted(["expect", at_work, "other.0.safetensors"])
+    assert os.listdir(site.dumps / "expect") == []

@@ -19,6 +19,7 @@ import torch
 from small_tmpfs import small_tmpfs
 
 from hs_capture import dumpfile, guards, writer
+from hs_capture.counters import read_counters
 from hs_capture.settings import Settings
 from hs_capture.sheet import Piece
 
@@ -226,6 +227,28 @@ def test_a_full_file_system_is_an_error_marker(tmp_path: Path) -> None:
         check(path, "hsb-d", 250)
         to.close()
         dumping.OPEN.remove(to)
+
+
+def test_a_server_counts_what_waits_where_its_dumps_go(tmp_path: Path) -> None:
+    """The dumps of a server before it are among the bytes that it lets wait."""
+    path = tmp_path / "small"
+    with small_tmpfs(path, "8m"):
+        empty = usable(path)
+        (path / "hsb-a.0.safetensors").write_bytes(bytes(5 << 20))
+        assert usable(path) == empty
+        # What is not a dump is nobody's to take away.
+        (path / "other").write_bytes(bytes(1 << 20))
+        assert empty - usable(path) == pytest.approx(0.9 * (1 << 20), abs=4096)
+
+
+def usable(path: Path) -> int:
+    """What a server that starts there lets wait."""
+    arguments = {"chunked_prefill_size": 100, "device": "cpu"}
+    to = writer.open_writer(settings(path), {}, HIDDEN, arguments.get)
+    to.close()
+    limit = read_counters(path)["directory_limit"]
+    os.unlink(path / dumpfile.COUNTERS_NAME)
+    return limit
 
 
 def test_an_error_marker_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from typing import Any
 
 import numpy as np
 
+import hs_manifest
 from hs_capture import dumpfile
 
 from . import dumps
@@ -26,7 +26,6 @@ from .packed import PackedDataset, Record
 
 RECORDS = 6
 POLL_SECONDS = 0.005
-_PROCESS = re.compile(r"canary-[0-9a-f]+-(\d+)-\d+-")
 
 
 def choose(lengths: np.ndarray) -> list[int]:
@@ -73,12 +72,6 @@ async def _fingerprints(client: Client, config: ExtractConfig, record: Record, r
         found.append({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
     dumps.remove(config.dump_dir, f"{rid}.")
     return found
-
-
-def _left(name: str) -> bool:
-    """Whether that is of a canary whose process is no more: it was killed, and nobody else removes it."""
-    process = _PROCESS.search(name)
-    return process is not None and not os.path.exists(f"/proc/{process[1]}")
 
 
 async def _run(config: ExtractConfig, dataset: PackedDataset) -> dict[str, Any]:
@@ -164,6 +157,8 @@ def run_canary(config: ExtractConfig) -> dict[str, Any]:
     prints: what `compare_hosts` takes.
     """
     dumps.check_directory(config.dump_dir)
-    for stem in (config.canary_stem, config.asking_stem):
-        dumps.remove(config.dump_dir, stem, _left)
+    # Beside an extractor at work only what other canaries left is surely awaited by nobody.
+    at_work = hs_manifest.is_locked(config.output_dir)
+    for stem in (config.canary_stem, config.asking_stem) if at_work else (config.rid_prefix,):
+        dumps.remove_left(config.dump_dir, stem)
     return asyncio.run(_run(config, PackedDataset(config.dataset)))

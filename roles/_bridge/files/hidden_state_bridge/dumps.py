@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST_PAUSE = 0.25
+_CANARY = re.compile(r"canary-[0-9a-f]+-(\d+)-\d+-")
 
 
 class DumpRejected(Exception):
@@ -304,6 +306,41 @@ def remove(directory: str, stem: str, wanted: Callable[[str], bool] = lambda nam
         rids = {name: _rid_in(os.path.join(listed, name)) for name in os.listdir(listed)}
         unlink(listed, [name for name, rid in rids.items() if rid.startswith(stem) and wanted(rid)])
     return len(found)
+
+
+def remove_left(directory: str, stem: str) -> int:
+    """As `remove`, but of canaries at work."""
+    return remove(directory, stem, lambda name: not _of_canary_at_work(name))
+
+
+def sweep(directory: str, prefix: str, stem: str, awaited: Set[str], seconds: float) -> int:
+    """Remove what takes the room of others, and return how many went.
+
+    That is what came for rids that begin with `stem` and are not `awaited`, and what others under `prefix` have left there
+    for that many seconds, canaries at work aside. Any client may send such a rid.
+    """
+    # The look before the comparison: whatever is awaited by then was so before its dump came.
+    late = []
+    for name in names(directory, prefix):
+        if name.partition(".")[0] not in awaited if name.startswith(stem) else _is_left(directory, name, seconds):
+            late.append(name)
+    unlink(directory, late)
+    return len(late)
+
+
+def _of_canary_at_work(name: str) -> bool:
+    """Whether that is of a canary whose process lives; of one that was killed, nobody else removes it."""
+    process = _CANARY.search(name)
+    return process is not None and os.path.exists(f"/proc/{process[1]}")
+
+
+def _is_left(directory: str, name: str, seconds: float) -> bool:
+    if _of_canary_at_work(name):
+        return False
+    try:
+        return time.time() - os.lstat(os.path.join(directory, name)).st_mtime > seconds
+    except FileNotFoundError:
+        return False
 
 
 def names(directory: str, stem: str) -> list[str]:

@@ -76,9 +76,10 @@ class Extraction:
         self.api_key = read_secret("api_key_file", config.api_key_file)
         for path in store.leftovers(config.output_dir):
             os.unlink(path)
-        removed = dumps.remove(config.dump_dir, config.rid_stem)
+        # A server has its dump directory to itself, so nobody else awaits what lies there.
+        removed = dumps.remove_left(config.dump_dir, config.rid_prefix)
         if removed:
-            say(f"removed {removed} dumps of an earlier start from {config.dump_dir}")
+            say(f"removed {removed} dumps that nobody awaits from {config.dump_dir}")
         manifest = hs_manifest.Manifest(config.output_dir)
         if manifest.other_format(config.formats):
             raise ConfigError(manifest.other_format(config.formats))
@@ -336,17 +337,15 @@ class Extraction:
                 try:
                     await self._sweep()
                 except OSError as error:
-                    say(f"dumps that came too late cannot be removed: {error}")
+                    say(f"dumps that nobody awaits cannot be removed: {error}")
 
     async def _sweep(self) -> None:
-        """Remove what came for requests that were given up: it would take the room of others."""
-        loop, directory = asyncio.get_running_loop(), self.config.dump_dir
-        # The look before the comparison: whatever is awaited by then was so before its dump came.
-        names = await loop.run_in_executor(self._pool, dumps.names, directory, self.config.rid_stem)
-        late = [name for name in names if not any(name.startswith(f"{rid}.") for rid in self._awaited)]
-        if late:
-            say(f"removed {len(late)} dumps that came too late")
-            await loop.run_in_executor(self._pool, dumps.unlink, directory, late)
+        """Remove what came for requests that were given up, or for nobody: it would take the room of others."""
+        config = self.config
+        asked = (config.dump_dir, config.rid_prefix, config.rid_stem, self._awaited, config.request_timeout)
+        removed = await asyncio.get_running_loop().run_in_executor(self._pool, dumps.sweep, *asked)
+        if removed:
+            say(f"removed {removed} dumps that came too late, or that nobody awaits")
 
     def end(self) -> int:
         """Write the last status and return the exit status."""
