@@ -64,7 +64,8 @@ def make_record(located, service):
 def _done_by_wrapper(service, record):
     """What a unit's script did before it started the server that the unit's other settings do not say.
 
-    ``removed`` variables, known where the script still runs, and whether it ``switched`` the user.
+    ``removed`` variables, known where the script still runs, whether it ``switched`` the user, and whether the unit starts the
+    server without any script (``plain``).
     """
     code, out, _err = sq.run(["systemctl", "show", sq.unit_name(service), "--property=MainPID,User,Group,DynamicUser"])
     unit = dict(line.split("=", 1) for line in out.splitlines() if "=" in line) if code == 0 else {}
@@ -72,7 +73,11 @@ def _done_by_wrapper(service, record):
     outside = (main or {"environment": None})["environment"] or {}
     own = record["user"]["uid"], record["user"]["gid"]
     switched = bool(unit) and unit.get("DynamicUser") != "yes" and _ids(unit.get("User"), unit.get("Group"), own) != own
-    return {"removed": sorted(set(outside) - set(record["environment"])), "switched": switched}
+    try:
+        plain = [words for _program, words in _commands(service)] == [record["argv"]]
+    except pr.RecordError:
+        plain = False
+    return {"removed": sorted(set(outside) - set(record["environment"])), "switched": switched, "plain": plain}
 
 
 def _ids(user, group, unknown):
@@ -86,8 +91,11 @@ def _ids(user, group, unknown):
         return unknown
 
 
-def _unit_as_written(name):
-    """The command of a unit that does not run; systemctl shows it without saying where a word ends, so the bus is asked."""
+def _commands(name):
+    """Program and words of each command in a unit's ExecStart; systemctl shows them without saying where a word ends, so the bus is asked.
+
+    Raises RecordError where it does not answer.
+    """
     unit = sq.unit_name(name)
     path = "/org/freedesktop/systemd1/unit/" + "".join(one if one.isalnum() else "_%02x" % ord(one) for one in unit)
     # systemd answers for a unit that it has loaded.
@@ -96,7 +104,13 @@ def _unit_as_written(name):
     code, out, err = sq.run(argv)
     if code != 0:
         raise pr.RecordError("%s: its ExecStart cannot be read (%s)" % (unit, err.strip()[-200:]))
-    commands = json.loads(out)["data"]
+    return [(command[0], command[1]) for command in json.loads(out)["data"]]
+
+
+def _unit_as_written(name):
+    """The command of a unit that does not run."""
+    unit = sq.unit_name(name)
+    commands = _commands(name)
     words = commands[0][1] if len(commands) == 1 else []
     if not is_server(words) or any("$" in word for word in words):
         raise pr.RecordError(
@@ -182,7 +196,8 @@ def unit_layer(record, argv, environment, tag):
     ]
     lines += ["UnsetEnvironment=" + name for name in record.get("removed") or []]
     words = [record["executable"]] + argv[1:]
-    if "directory" in record:
+    # These hold for what the unit runs before and after the server too, so they are there only where a script gave them.
+    if "directory" in record and not record.get("plain"):
         lines += _as_it_ran(record)
     if record.get("switched"):
         # User= would hold for what the unit runs before and after the server too.
@@ -196,7 +211,7 @@ def unit_layer(record, argv, environment, tag):
 
 def check_there(record):
     """Raise RecordError where a unit could not start its capture on this host as its server ran: known while that still serves."""
-    directory = record.get("directory")
+    directory = "" if record.get("plain") else record.get("directory")
     if directory and not os.path.isdir(directory):
         raise pr.RecordError(
             "the working directory of the running server, %s, is not there, and its capture could not start in it:"

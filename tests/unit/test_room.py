@@ -243,7 +243,7 @@ def test_a_planted_link_in_a_shared_output_directory_is_refused(tmp_path, name):
 def test_the_report_takes_whatever_a_failure_says(evaluate):
     task = yaml.safe_load((ROOT / "roles/extraction/tasks/write_report.yml").read_text())[0]
     hosts = task["vars"]["__extraction_hosts"].replace("groups['sglang']", "groups['all']")
-    said = "the model's code says: \U0001f6a8 \u00e9 \"quoted\"\nand more: {{ no template }}"
+    said = 'the model\'s code says: \U0001f6a8 \u00e9 "quoted"\nand more: {{ no template }}'
     found = evaluate(
         {"ansible.builtin.set_fact": {"rows": hosts}},
         "rows",

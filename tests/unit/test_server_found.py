@@ -232,9 +232,20 @@ def test_what_a_script_did_before_it_started_the_server_holds_in_capture_too():
 )
 def test_a_user_that_a_script_changed_to_is_told_from_the_units_own(monkeypatch, user, group, dynamic, switched):
     text = "MainPID=0\nUser=%s\nGroup=%s\nDynamicUser=%s\n" % (user, group, dynamic)
-    monkeypatch.setattr(layer.sq, "run", lambda *_args, **_more: (0, text, ""))
-    monkeypatch.setattr(pr, "record", lambda *_args, **_more: {"environment": {}, "user": {"uid": 0, "gid": 0, "groups": []}})
+    monkeypatch.setattr(layer.sq, "run", lambda argv, **_more: (1, "", "") if argv[0] == "busctl" else (0, text, ""))
+    process = {"argv": ["python3"], "environment": {}, "user": {"uid": 0, "gid": 0, "groups": []}}
+    monkeypatch.setattr(pr, "record", lambda *_args, **_more: process)
     assert layer.make_record({"manager": "unit", "service": "x"}, {"pid": 1})["switched"] is switched
+
+
+@pytest.mark.parametrize("start, plain", [(RECORD["argv"], True), (["/opt/serve.sh"], False)])
+def test_a_unit_that_starts_the_server_itself_keeps_its_own_settings(monkeypatch, start, plain):
+    commands = json.dumps({"data": [[start[0], start, False, 0, 0, 0, 0, 0, 0, 0]]})
+    monkeypatch.setattr(layer.sq, "run", lambda argv, **_more: (0, commands if argv[0] == "busctl" else "", ""))
+    monkeypatch.setattr(pr, "record", lambda *_args, **_more: dict(RECORD))
+    record = layer.make_record({"manager": "unit", "service": "operators"}, {"pid": 1})
+    text = layer.unit_layer(record, RECORD["argv"], {}, "tag")[layer.unit_files("operators")[0]]
+    assert ("WorkingDirectory" not in text and "LimitNOFILE" not in text) is plain
 
 
 def test_what_is_laid_is_private_and_taken_away(tmp_path):
