@@ -214,7 +214,9 @@ def test_a_planted_link_in_a_shared_output_directory_is_refused(tmp_path, name):
         task for task in yaml.safe_load((ROOT / f"roles/extraction/tasks/{name}.yml").read_text()) if "ansible.builtin.file" in task
     ]
     elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir(mode=0o755)
+    elsewhere.mkdir()
+    # Whatever umask another test has left.
+    elsewhere.chmod(0o755)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "one").symlink_to(elsewhere)
     play = {"hosts": "localhost", "gather_facts": False, "tasks": [target]}
