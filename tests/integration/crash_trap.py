@@ -98,7 +98,8 @@ def family(pid: int) -> list[int]:
 def kill_host(root: int) -> list[int]:
     """Kill the service manager `root` and all that it started, this process last; returns their ids."""
     killed = family(root)
-    for pid in sorted(killed, key=lambda pid: pid == os.getpid()):
+    # SGLang's processes die with their launcher, this one perhaps before it has killed the others.
+    for pid in sorted(killed, key=lambda pid: (pid == os.getpid(), pid == os.getppid() and pid != root)):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
