@@ -70,8 +70,10 @@ def unit_file(name):
 def unit_is_ours(name):
     """Whether a unit was written from the inventory; None where there is no such unit."""
     path = unit_file(name)
-    if not path:
-        return None
+    return _is_marked(path) if path else None
+
+
+def _is_marked(path):
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
             return stream.read(200).startswith(OUR_MARK)
@@ -82,7 +84,7 @@ def unit_is_ours(name):
 def refuse_foreign_unit(name):
     """Raise ServiceError where a unit of the operator's has the name of one that is to be written."""
     path = unit_file(name)
-    if os.path.lexists(path) and not unit_is_ours(name):
+    if os.path.lexists(path) and not _is_marked(path):
         raise ServiceError(
             "%s is a unit of your own, which is never overwritten or hidden by one of this collection: set another name"
             " (sglang_server_name, extraction_service_name), or sglang_server_manager to unit if it runs the server" % path
