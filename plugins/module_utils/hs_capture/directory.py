@@ -78,14 +78,18 @@ class Handle:
 
 
 class DumpDirectory:
-    """The directory under `path`. Thread-safe. Raises CaptureRefused as `open_directory` does."""
+    """The directory under `path`. Thread-safe. Raises CaptureRefused as `open_directory` does.
 
-    def __init__(self, path: str) -> None:
+    `owner`: the process that dumps, which removes what an earlier one left there;
+    other ranks open the directory while it writes.
+    """
+
+    def __init__(self, path: str, owner: bool = True) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._serials = itertools.count()
         self._handle = Handle(open_directory(path))
-        for name in os.listdir(self._handle.descriptor):
+        for name in os.listdir(self._handle.descriptor) if owner else ():
             pid = temporary_pid(name)
             if is_spare(name) or (pid is not None and not _writes(pid)):
                 self.remove(name, self._handle)

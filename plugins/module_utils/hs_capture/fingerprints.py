@@ -85,7 +85,7 @@ class FingerprintWriter:
         try:
             # Not before it is asked for: most ranks never write.
             if isinstance(self._directory, str):
-                self._directory = DumpDirectory(self._directory)
+                self._directory = DumpDirectory(self._directory, owner=False)
             for index, piece in enumerate(sheet.pieces):
                 values = {name: rows[index].cpu().contiguous().numpy().tobytes() for name, rows in sheet.taken.items()}
                 content = encode_fingerprint(piece.rid, piece.start, self._rank, piece.tokens, values)

@@ -16,6 +16,7 @@ from hs_capture import capture, dumpfile
 from hs_capture.fingerprints import FingerprintWriter
 from hs_capture.follower import Follower, FollowerBatch
 from hs_capture.settings import Settings
+from hs_capture.sheet import Piece
 
 RANKS = 3
 
@@ -108,6 +109,18 @@ def test_a_failure_reaches_neither_the_server_nor_the_directory(tmp_path: Path, 
     group.forward(batch(("hsb-fp-a", 5, 3)))
     assert group.names() == ["hsb-fp-a.error.json"]
     assert "rank 2 has no fingerprints of hsb-fp-a" in caplog.text
+
+
+def test_a_rank_that_dumps_nothing_removes_nothing(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    # Of rank 0, which may have the same process id in a namespace of its own.
+    under_way = [tmp_path / dumpfile.temporary_name("5"), tmp_path / ".spare-1"]
+    for path in under_way:
+        path.touch()
+    writer = FingerprintWriter(str(tmp_path), rank=1)
+    writer.submit(writer.reserve([Piece("hsb-fp-a", 0, 0, 1)]))
+    assert all(path.exists() for path in under_way)
+    assert (tmp_path / dumpfile.fingerprint_name("hsb-fp-a", 0, 1)).exists()
 
 
 def test_a_file_of_fingerprints_that_is_not_one_is_refused(tmp_path: Path) -> None:
