@@ -289,6 +289,17 @@ def test_the_playbook_lists_shows_and_deletes(data, playbook):
     assert not (data / "old" / "gpu-1").exists() and not (data / "older" / "gpu-1").exists() and (data / "now" / "gpu-1").exists()
 
 
+def test_the_playbook_keeps_the_current_runs_of_other_hosts_on_a_shared_file_system(data, playbook):
+    run = make_run(data / "now" / "gpu-2", layer=9)
+    make_run(data / "now" / "gpu-3", layer=9)
+    (data / "now" / "gpu-1").rename(data / "gone")
+    for name in (f"{data}/now/gpu-2", run):
+        status, said = playbook("-e", f"clean_runs=[{name}]")
+        assert status != 0 and "now/gpu-2 is, holds or lies in" in said and "(the current run); it is not deleted" in said, said
+    assert (data / "now" / "gpu-2" / hm.MARKER).exists() and (data / "now" / "gpu-3" / hm.MARKER).exists()
+    assert re.search(r"now/gpu-2: .*, current", playbook()[1])
+
+
 def test_the_playbook_asks_before_it_adopts(data, playbook):
     status, said = playbook("-e", f"clean_adopt=[{data}/foreign]")
     assert status != 0 and "foreign: 1 files" in said and "Nothing was marked or deleted. Answer yes" in said, said
