@@ -5,7 +5,6 @@
 
 The extractor writes them and everything else (planner, verify, status) reads them through this module.
 It needs nothing but the standard library, so it runs under any Python 3.9+ of a host.
-
 A line is a record. With one output format it has `file`, `bytes` and `sha256`; with several, `files` lists these three for each
 format, and `bytes` is their sum. In a collection it also has `host`, and a line with `superseded` is of a copy that is not there.
 A record is *done* when the manifest has a valid line for it and its files exist with that line's sizes.
@@ -33,6 +32,7 @@ STATUS = "status.json"
 EXTRACTION = "extraction"
 COLLECTION = "collection"
 RUN_FORMAT = "hidden_state_bridge.run/1"
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # after any other error a file may be there
 
 _ENTRY_FIELDS = {"id": int, "source": str, "line": int, "bytes": int, "tokens": int}
 _FILE_FIELDS = {"file": str, "bytes": int, "sha256": str}
@@ -222,8 +222,7 @@ def claim_run(path, identity, provenance, mode=0o600, gid=-1):
     name = os.path.join(path, RUN)
     known = read_json(name)
     if known is None:
-        known = {"format": RUN_FORMAT, "run": run_of(identity), "identity": identity, "provenance": provenance}
-        known["earlier"] = []
+        known = {"format": RUN_FORMAT, "run": run_of(identity), "identity": identity, "provenance": provenance, "earlier": []}
         write_json(name, known, mode, gid)
     elif canonical_json(known.get("identity")) != canonical_json(identity):
         raise ManifestError(other_identity(path, known.get("identity"), identity))
@@ -280,16 +279,18 @@ def read_lines(path):
 
 
 def agrees(path, file, follow=False):
-    """Whether a file of the manifest is a regular one below `path` with the size that it says; follow: links may lead to it."""
+    """Whether a file of the manifest is a regular one below `path` with the size that it says; follow: links may lead to it. Raises OSError."""
     try:
         found = (os.stat if follow else os.lstat)(os.path.join(path, file["file"]))
-    except OSError:
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
         return False
     return stat.S_ISREG(found.st_mode) and found.st_size == file["bytes"]
 
 
 class Manifest:
-    """What the manifest of an output directory says, held against the files there.
+    """What the manifest of an output directory says, held against the files there. Raises OSError.
 
     entries: {record: line} of the done records, in the order of the manifest.
     torn: bytes of an unfinished last line. broken: numbers of lines that are not valid.

@@ -227,7 +227,9 @@ def main():
             attend(module.params["attended"], 0 if lives else module.params["attended_for"], lower=lives)
     except service_query.ServiceError as error:
         module.fail_json(msg=str(error))
-    except (OSError, hs_manifest.ManifestError) as error:
+    except OSError as error:
+        module.fail_json(msg="%s: %s; see to the file system and the permissions there, then run this again" % (path, error))
+    except hs_manifest.ManifestError as error:
         module.fail_json(msg="%s: %s" % (path, error))
     if found["conflict"] and identity and found["run"] != run:
         found["conflict"] = hs_manifest.other_identity(path, found["identity"], identity)

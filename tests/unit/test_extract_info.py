@@ -63,6 +63,23 @@ def test_a_status_that_a_loss_of_power_tore_is_of_an_extractor_that_died(ask, tm
     lock.close()
 
 
+def test_a_file_that_cannot_be_looked_at_is_an_error_of_the_host(ask, tmp_path, monkeypatch):
+    out = str(tmp_path / "host")
+    hm.claim_directory(out, hm.run_of(IDENTITY))
+    hm.claim_run(out, IDENTITY, {})
+    hm.write_lines(f"{out}/{hm.MANIFEST}", [{"id": 0, "source": "a", "line": 1, "file": "x/0", "bytes": 0, "sha256": "", "tokens": 1}])
+    lstat = os.lstat
+
+    def failing(path, **options):
+        if str(path).endswith("x/0"):
+            raise PermissionError(13, "Permission denied", path)
+        return lstat(path, **options)
+
+    monkeypatch.setattr(os, "lstat", failing)
+    found = ask(output_dir=out)
+    assert found["failed"] and f"Permission denied: '{out}/x/0'; see to " in found["msg"]
+
+
 def test_lengths_and_pace_of_what_is_done(ask, tmp_path):
     out = str(tmp_path / "host")
     hm.claim_directory(out, hm.run_of(IDENTITY))

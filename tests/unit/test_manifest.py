@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -142,6 +143,30 @@ def test_done_is_a_valid_line_and_a_file_of_its_size(out):
     assert list(manifest.entries) == [0, 4, 5]
     assert manifest.stale == {n: entries[n] for n in (1, 2, 3)}
     assert not (manifest.torn or manifest.broken or manifest.repeated)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_file_that_cannot_be_looked_at_is_not_taken_for_missing(out, monkeypatch, number):
+    append(out, entry(out, 0), entry(out, 1))
+    before, lstat = (out / hm.MANIFEST).read_bytes(), os.lstat
+
+    def failing(path, **options):
+        if str(path).endswith("data_1.ckpt"):
+            raise OSError(number, os.strerror(number), path)
+        return lstat(path, **options)
+
+    monkeypatch.setattr(hm.os, "lstat", failing)
+    with pytest.raises(OSError, match="data_1.ckpt"):
+        hm.Manifest(str(out)).repair()
+    assert (out / hm.MANIFEST).read_bytes() == before
+
+
+def test_what_leads_to_no_file_is_missing(out):
+    lines = [entry(out, record) for record in range(3)]
+    append(out, *lines, {**lines[0], "id": 3, "file": f"{lines[0]['file']}/below"}, {**lines[0], "id": 4, "file": "loop/below"})
+    (out / "loop").symlink_to("loop")
+    (out / lines[1]["file"]).unlink()
+    assert list(hm.Manifest(str(out)).entries) == [0, 2]
 
 
 def several(path, record):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import os
 import pytest
 
 import hs_manifest as hm
+from hidden_state_bridge import verify as verify_module
 from hidden_state_bridge.__main__ import main
 from hidden_state_bridge.errors import Refusal
 from hidden_state_bridge.verify import verify
@@ -159,6 +161,51 @@ def test_repair_waits_for_no_extractor(out, monkeypatch):
     with pytest.raises(Refusal, match="is locked by another extractor"):
         verify(str(out), None, repair=True)
     lock.close()
+
+
+def failing_for(record, number, function):
+    """A function on files that fails so for one record's."""
+
+    def call(path, *arguments, **options):
+        if str(path).endswith(f"data_{record}.ckpt"):
+            raise OSError(number, os.strerror(number), path)
+        return function(path, *arguments, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_repair_ends_where_a_file_cannot_be_looked_at(out, monkeypatch, capsys, number):
+    before = (out / hm.MANIFEST).read_bytes()
+    monkeypatch.setattr(os, "lstat", failing_for(3, number, os.lstat))
+    assert main(["verify", "--output-dir", str(out), "--all", "--repair"]) == 1
+    said = capsys.readouterr().err
+    assert str(file(out, 3)) in said and os.strerror(number) in said and "then run it again" in said
+    assert (out / hm.MANIFEST).read_bytes() == before and all(file(out, record).exists() for record in range(RECORDS))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EIO])
+def test_repair_keeps_what_may_be_read_later(out, monkeypatch, number):
+    file(out, 5).write_bytes(b"\xff" + file(out, 5).read_bytes()[1:])
+    monkeypatch.setattr(verify_module, "file_hash", failing_for(3, number, verify_module.file_hash))
+    result = verify(str(out), None, repair=True)
+    assert [problem["id"] for problem in result["repaired"]] == [5] and not result["ok"]
+    [problem] = result["problems"]
+    assert problem["id"] == 3 and problem["reason"].startswith(f"cannot be read: {os.strerror(number)}; see to ")
+    assert file(out, 3).exists() and 3 in hm.Manifest(str(out)).entries
+
+
+def test_repair_takes_what_vanished_meanwhile_for_missing(out, monkeypatch):
+    monkeypatch.setattr(verify_module, "file_hash", failing_for(3, errno.ENOENT, verify_module.file_hash))
+    assert [problem["id"] for problem in verify(str(out), None, repair=True)["repaired"]] == [3]
+
+
+def test_repair_removes_nothing_where_the_manifest_is_gone(out, capsys):
+    (out / hm.MANIFEST).rename(out.parent / "elsewhere")
+    assert main(["verify", "--output-dir", str(out), "--all", "--repair"]) == 1
+    said = capsys.readouterr().err
+    assert f"{out} holds 20 files of records, and no manifest.jsonl that names them; bring it back" in said
+    assert all(file(out, record).exists() for record in range(RECORDS))
 
 
 @pytest.mark.parametrize("killed_at", ["fsync_directory", "unlink"])

@@ -193,6 +193,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Refusal as error:
         print(f"{options.command}: {error}", file=sys.stderr)
         return error.exit_status
+    except OSError as error:
+        print(f"{options.command}: {error}; see to the file system and the permissions there, then run it again", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import stat
@@ -35,7 +34,8 @@ def verify(output_dir: str, sample: int | None, seed: int = 0, repair: bool = Fa
 
     With `repair`, records with a missing, truncated or changed file lose their line and their files, and what is not in the
     manifest and named like a file of ours is removed: `repaired` lists them, `problems` what is left. Else nothing is changed.
-    Raises Refusal where there is no manifest of ours, and with `repair` while an extractor is at work.
+    What may be read later stays a problem. Raises Refusal where there is no manifest of ours, and with `repair` while an extractor is
+    at work or where files lie without a manifest; OSError where a file cannot be looked at.
     """
     marker = hs_manifest.read_json(os.path.join(output_dir, hs_manifest.MARKER))
     if marker is None:
@@ -56,8 +56,10 @@ def verify(output_dir: str, sample: int | None, seed: int = 0, repair: bool = Fa
         chosen = entries if sample is None or sample >= len(entries) else random.Random(seed).sample(entries, sample)
         files = [(entry["id"], file) for entry in chosen for file in hs_manifest.files_of(entry)]
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-            problems += filter(None, pool.map(lambda item: _hash_problem(output_dir, *item, again), files))
+            hashed = list(filter(None, pool.map(lambda item: _hash_problem(output_dir, *item, again), files)))
+        problems += [problem for problem, unread in hashed if not unread]
         repaired = _repair(manifest, problems, collection) if repair else []
+        problems += [problem for problem, unread in hashed if unread]
     except hs_manifest.ManifestError as error:
         raise Refusal(str(error)) from error
     finally:
@@ -80,7 +82,9 @@ def _problem(record: int | None, file: str, reason: str) -> dict[str, Any]:
     return {"id": record, "file": file, "reason": reason}
 
 
-def _hash_problem(output_dir: str, record: int, file: dict[str, Any], again: str) -> dict[str, Any] | None:
+def _hash_problem(output_dir: str, record: int, file: dict[str, Any], again: str) -> tuple[dict[str, Any], bool] | None:
+    """What is wrong with a file's content, and whether that is unknown because reading failed."""
+    unread = False
     try:
         if file_hash(os.path.join(output_dir, file["file"])) == file["sha256"]:
             return None
@@ -89,8 +93,13 @@ def _hash_problem(output_dir: str, record: int, file: dict[str, Any], again: str
             f" verify.yml -e verify_repair=true puts it back into the plan, and {again}"
         )
     except OSError as error:
-        reason = f"cannot be read: {error.strerror}; verify.yml -e verify_repair=true puts it back into the plan"
-    return _problem(record, file["file"], reason)
+        # A bad sector gives EIO, and so does a cable or a mount that comes back: only people can tell, so nothing is removed for it.
+        unread = error.errno not in hs_manifest.GONE
+        remedy = "verify.yml -e verify_repair=true puts it back into the plan"
+        if unread:
+            remedy = f"see to the file system and the permissions; where it stays so, remove the file, and {again}"
+        reason = f"cannot be read: {error.strerror}; {remedy}"
+    return _problem(record, file["file"], reason), unread
 
 
 def _of_the_manifest(manifest: hs_manifest.Manifest, running: bool, again: str, follow: bool) -> list[dict[str, Any]]:
@@ -126,6 +135,7 @@ def _repair(manifest: hs_manifest.Manifest, problems: list[dict[str, Any]], link
     """Mend what can be mended, and take it out of `problems`; returns it. Lines go first: a line never names what is known to be bad."""
     records = {problem["id"] for problem in problems if problem["file"] != hs_manifest.MANIFEST} - {None}
     bad = [manifest.entries.get(record) or manifest.stale[record] for record in sorted(records)]
+    need_manifest(manifest.path)
     path = os.path.join(manifest.path, hs_manifest.MANIFEST)
     if os.path.exists(path):
         found = os.stat(path)
@@ -136,6 +146,18 @@ def _repair(manifest: hs_manifest.Manifest, problems: list[dict[str, Any]], link
     repaired = [p for p in problems if p["file"] not in kept and (p["file"] in removable or p["file"] == hs_manifest.MANIFEST)]
     problems[:] = [problem for problem in problems if problem not in repaired]
     return repaired
+
+
+def need_manifest(output_dir: str) -> None:
+    """Raise Refusal where records' files lie in an output directory without a manifest: an extractor makes it before the first file."""
+    if os.path.lexists(os.path.join(output_dir, hs_manifest.MANIFEST)):
+        return
+    count = sum(number_of(file) is not None for file in files_below(output_dir))
+    if count:
+        raise Refusal(
+            f"{output_dir} holds {count:,} files of records, and no {hs_manifest.MANIFEST} that names them; bring it back, or remove the"
+            " files to begin anew"
+        )
 
 
 def _is_ours(file: str) -> bool:
@@ -164,7 +186,7 @@ def remove(output_dir: str, file: str, links: bool = False) -> bool:
     except NotADirectoryError:
         return False
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if error.errno not in hs_manifest.GONE:
             raise
         return False
     finally:
