@@ -7,12 +7,15 @@ import datetime
 import http.server
 import json
 import re
+import socket
 import stat
 import threading
 
 import pytest
 from extractor_process import RECORDS
 from fake_server import FakeServer
+
+from hidden_state_bridge.notify import notify
 
 RUNS = re.compile(r'^hidden_state_bridge_(\w+)\{run="([0-9a-f]{12})"(?:,state="(\w+)")?\} (-?[\d.]+)$')
 
@@ -70,6 +73,29 @@ def test_a_listener_that_does_not_answer_changes_nothing(site, listener, status,
     site.check_complete()
 
 
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:9/tell-nobody and a space", "http://host:tell-nobody/x", "http://[::1/tell-nobody", "http://\u20ac/tell-nobody"]
+)
+def test_what_is_no_address_is_said_and_not_repeated(url):
+    said = notify(url, {"state": "done", "run": "r", "message": ""}, "one", "line")
+    assert said and "tell-nobody" not in said
+
+
+def test_an_address_that_does_not_speak_http_changes_nothing(site):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            with listening.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"\x15\x03\x01\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        notify_url = url_file(site, f"http://127.0.0.1:{listening.getsockname()[1]}/")
+        with FakeServer(str(site.dumps)) as server:
+            out = site.run(url=server.url, share="0-1", notify_url_file=notify_url)
+    assert "could not be told: BadStatusLine" in out and site.status()["state"] == "done"
+
+
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "tell-nobody"])
 def test_what_is_no_url_is_refused_and_not_repeated(site, url):
     out = site.run(2, notify_url_file=url_file(site, url))
@@ -96,6 +122,11 @@ def test_metrics_are_prometheus_text(site):
 def test_a_metrics_directory_that_is_not_there_is_named_first(site):
     out = site.run(2, metrics_dir=str(site.directory / "none"))
     assert "metrics_dir" in out and "make it, owned by the extractor's user" in out
+
+
+def test_a_metrics_directory_that_is_not_there_is_told(site, listener):
+    site.run(2, metrics_dir=str(site.directory / "none"), notify_url_file=url_file(site, listener.url))
+    assert [said["event"] for said in listener.said] == ["failed"] and "metrics_dir" in listener.said[0]["message"]
 
 
 def test_nothing_is_begun_after_the_time(site):

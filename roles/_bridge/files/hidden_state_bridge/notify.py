@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import tempfile
 import time
@@ -70,16 +71,17 @@ class Telling:
 
     def check(self) -> None:
         """Raise ConfigError where the directory cannot be written to or the file of the URL not read."""
+        url = read_secret("notify_url_file", self._url_file)
+        if url and not url.startswith(("http://", "https://")):
+            raise ConfigError("extraction_notify_url must begin with http:// or https://")
+        # Known first, so that it is told of what is refused next.
+        self._url = url
         directory = self._directory
         if directory is not None and not (os.path.isdir(directory) and os.access(directory, os.W_OK | os.X_OK)):
             raise ConfigError(
                 f"metrics_dir {directory} is no directory that the extractor can write to; make it, owned by the extractor's user,"
                 " or leave extraction_metrics_dir empty"
             )
-        url = read_secret("notify_url_file", self._url_file)
-        if url and not url.startswith(("http://", "https://")):
-            raise ConfigError("extraction_notify_url must begin with http:// or https://")
-        self._url = url
 
     def tell(self, status: dict[str, Any], line: str, ended: bool) -> list[str]:
         """Write the metrics, every ten seconds and at the end, and POST the end; returns what went wrong, never raises."""
@@ -102,12 +104,12 @@ def notify(url: str, status: dict[str, Any], host: str, line: str) -> str:
     The body holds event (the state), run, host, line and message. The URL may hold a secret and is not repeated.
     """
     body = {"event": status["state"], "run": status["run"], "host": host, "line": line, "message": status["message"]}
-    request = urllib.request.Request(url, orjson.dumps(body), {"Content-Type": "application/json"})
     try:
+        request = urllib.request.Request(url, orjson.dumps(body), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=SECONDS):
             return ""
     except urllib.error.HTTPError as error:
         return f"HTTP {error.code}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or type(error).__name__
         return str(reason).replace(url, "the URL")
