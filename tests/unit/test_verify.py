@@ -155,6 +155,30 @@ def test_repair_leaves_a_link_in_the_place_of_a_file(out, tmp_path):
     assert 4 not in hm.Manifest(str(out)).entries
 
 
+def test_mending_does_what_a_start_of_the_extractor_would_and_no_more(out, capsys):
+    """Names and sizes come right; a changed byte stays and is named."""
+    file(out, 3).unlink()
+    file(out, 4).write_bytes(b"short")
+    file(out, 5).write_bytes(b"\xff" + file(out, 5).read_bytes()[1:])
+    (out / "specforge/rows_0-2000/data_99.ckpt").write_bytes(b"")
+    (out / "specforge/rows_0-2000/.data_9.ckpt.tmp-77").write_bytes(b"")
+    assert main(["verify", "--output-dir", str(out), "--all", "--mend"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert [problem["id"] for problem in result["problems"]] == [5] and file(out, 5).exists()
+    assert sorted(str(problem["id"]) for problem in result["repaired"]) == ["3", "4", "None", "None"]
+    assert not any(file(out, record).exists() for record in (3, 4, 99)) and result["records"] == RECORDS - 2
+    again = verify(str(out), None, mend=True)
+    assert [problem["id"] for problem in again["problems"]] == [5] and again["repaired"] == []
+
+
+def test_nothing_is_mended_while_an_extractor_works(out):
+    (out / "specforge/rows_0-2000/data_99.ckpt").write_bytes(b"")
+    lock = hm.Lock(str(out))
+    result = verify(str(out), 0, mend=True)
+    assert result["ok"] and result["running"] and (out / "specforge/rows_0-2000/data_99.ckpt").exists()
+    lock.close()
+
+
 def test_repair_waits_for_no_extractor(out, monkeypatch):
     lock = hm.Lock(str(out))
     monkeypatch.setattr(hm.Lock.__init__, "__defaults__", (0.1,))
@@ -202,7 +226,7 @@ def test_repair_takes_what_vanished_meanwhile_for_missing(out, monkeypatch):
 
 def test_repair_removes_nothing_where_the_manifest_is_gone(out, capsys):
     (out / hm.MANIFEST).rename(out.parent / "elsewhere")
-    assert main(["verify", "--output-dir", str(out), "--all", "--repair"]) == 1
+    assert main(["verify", "--output-dir", str(out), "--all", "--repair"]) == 2
     said = capsys.readouterr().err
     assert f"{out} holds 20 files of records, and no manifest.jsonl that names them; bring it back" in said
     assert all(file(out, record).exists() for record in range(RECORDS))

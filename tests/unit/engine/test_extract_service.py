@@ -23,6 +23,7 @@ import hs_progress
 from hidden_state_bridge import dumps, extract
 from hidden_state_bridge.config import read_config
 from hidden_state_bridge.extract import Extraction
+from hidden_state_bridge.verify import verify
 
 
 def test_specforge_files_hold_just_what_the_server_captured(site):
@@ -162,6 +163,36 @@ def test_torn_line_truncated_file_repeated_line_and_leftovers_are_mended(site):
     assert sorted(int(rid.rsplit("-", 2)[1]) for rid in server.requests) == sorted(entries[place]["id"] for place in (5, 6, -1))
     assert not any(leftover.exists() for leftover in leftovers)
     site.check_complete()
+
+
+def test_what_a_crash_left_goes_where_another_host_does_the_record(site):
+    """A host died between a file and its line, and lost another file; both records went to another host."""
+    with FakeServer(site.dumps) as server:
+        site.run(url=server.url, share="0-4")
+        lines = site.lines()
+        manifest = site.output / "manifest.jsonl"
+        manifest.write_text("".join(json.dumps(line) + "\n" for line in lines if line["id"] != 3))
+        orphan, lost = ((site.output / line["file"]) for number in (3, 4) for line in lines if line["id"] == number)
+        os.truncate(lost, 10)
+        notes = site.output / "specforge" / "notes.txt"
+        notes.touch()
+        out = site.run(url=server.url, share="0-2")
+        other = site.directory / "out" / "other"
+        site.run(url=server.url, share=f"3-{RECORDS - 1}", output_dir=str(other))
+    assert "removed 2 files that no line of the manifest names" in out
+    assert not orphan.exists() and not lost.exists() and notes.exists()
+    notes.unlink()
+    found = [verify(str(path), None) for path in (site.output, other)]
+    assert [item["problems"] for item in found] == [[], []] and sum(item["records"] for item in found) == RECORDS
+
+
+def test_files_without_a_manifest_are_neither_removed_nor_written_again(site):
+    with FakeServer(site.dumps) as server:
+        site.run(url=server.url, share="0-4")
+        (site.output / "manifest.jsonl").rename(site.directory / "elsewhere")
+        out = site.run(2, url=server.url, share="0-4")
+        assert len(server.requests) == 5
+    assert "holds 5 files of records, and no manifest.jsonl that names them; bring it back" in out
 
 
 def test_sigterm_finishes_what_is_in_flight(site):

@@ -74,7 +74,8 @@ def test_a_listener_that_does_not_answer_changes_nothing(site, listener, status,
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:9/tell-nobody and a space", "http://host:tell-nobody/x", "http://[::1/tell-nobody", "http://\u20ac/tell-nobody"]
+    "url",
+    ["http://127.0.0.1:9/tell-nobody and a space", "http://host:tell-nobody/x", "http://[::1/tell-nobody", "http://\u20ac/tell-nobody"],
 )
 def test_what_is_no_address_is_said_and_not_repeated(url):
     said = notify(url, {"state": "done", "run": "r", "message": ""}, "one", "line")

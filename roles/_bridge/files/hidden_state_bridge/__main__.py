@@ -119,7 +119,7 @@ def _canary_compare(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from .verify import verify
 
-    result = verify(options.output_dir, None if options.all else options.sample, options.seed, options.repair)
+    result = verify(options.output_dir, None if options.all else options.sample, options.seed, options.repair, options.mend)
     _print(result)
     return 0 if result["ok"] else 1
 
@@ -176,7 +176,9 @@ def _parser() -> argparse.ArgumentParser:
     amount.add_argument("--sample", type=int, default=100, help="files to hash, default 100; names and sizes are all checked")
     amount.add_argument("--all", action="store_true", help="hash every file")
     command.add_argument("--seed", type=int, default=0, help="chooses the sample")
-    command.add_argument("--repair", action="store_true", help="put back into the plan what is not as the manifest says")
+    amount = command.add_mutually_exclusive_group()
+    amount.add_argument("--repair", action="store_true", help="put back into the plan what is not as the manifest says")
+    amount.add_argument("--mend", action="store_true", help="the same, but for changed files, and not while an extractor is at work")
     command = add("convert", _convert, "Make one format from another: a service.")
     command.add_argument("--config", required=True, help="the conversion's JSON file, - for standard input")
     add("collect", _collect, "Gather the states of all hosts in one directory; reads JSON.")

@@ -31,6 +31,7 @@ from .notify import Telling
 from .packed import open_checked
 from .plan import mask_of
 from .progress import Progress, free_bytes, say
+from .verify import remove_unnamed
 
 STATUS_SECONDS = 1.0
 LOG_SECONDS = 10.0
@@ -74,8 +75,6 @@ class Extraction:
         dumps.check_directory(config.dump_dir)
         self.dataset = open_checked(config.dataset, config.identity.get("dataset"))
         self.api_key = read_secret("api_key_file", config.api_key_file)
-        for path in store.leftovers(config.output_dir):
-            os.unlink(path)
         # A server has its dump directory to itself, so nobody else awaits what lies there.
         removed = dumps.remove_left(config.dump_dir, config.rid_prefix)
         if removed:
@@ -88,6 +87,8 @@ class Extraction:
                 f"mended the manifest: {len(manifest.broken) + bool(manifest.torn)} bad lines,"
                 f" {len(manifest.repeated)} repeated, {len(manifest.stale)} without their file"
             )
+        if unnamed := remove_unnamed(manifest):
+            say(f"removed {unnamed} files that no line of the manifest names")
         self._choose(set(manifest.entries))
         self._need_space()
 

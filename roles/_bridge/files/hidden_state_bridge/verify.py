@@ -13,7 +13,7 @@ import hs_manifest
 from hs_capture import dumpfile
 
 from . import arrow
-from .errors import Refusal
+from .errors import ConfigError, Refusal
 from .formats import number_of
 from .hashes import file_hash
 from .store import files_below
@@ -25,7 +25,7 @@ AGAIN = {
 }
 
 
-def verify(output_dir: str, sample: int | None, seed: int = 0, repair: bool = False) -> dict[str, Any]:
+def verify(output_dir: str, sample: int | None, seed: int = 0, repair: bool = False, mend: bool = False) -> dict[str, Any]:
     """Check one host's output directory, or a collection.
 
     Every name and size is checked, and the files of `sample` records (chosen by seed; None for all) are hashed.
@@ -33,9 +33,10 @@ def verify(output_dir: str, sample: int | None, seed: int = 0, repair: bool = Fa
     files hashed. While an extractor is at work (`running`), files that are not in the manifest yet are no problem.
 
     With `repair`, records with a missing, truncated or changed file lose their line and their files, and what is not in the
-    manifest and named like a file of ours is removed: `repaired` lists them, `problems` what is left. Else nothing is changed.
-    What may be read later stays a problem. Raises Refusal where there is no manifest of ours, and with `repair` while an extractor is
-    at work or where files lie without a manifest; OSError where a file cannot be looked at.
+    manifest and named like a file of ours is removed: `repaired` lists them, `problems` what is left. `mend` does that without the
+    changed ones, as each start of an extractor does, and nothing while one is at work. Else nothing is changed. What may be read
+    later stays a problem. Raises Refusal where there is no manifest of ours, and with `repair` while an extractor is at work;
+    ConfigError with either where files lie without a manifest; OSError where a file cannot be looked at.
     """
     marker = hs_manifest.read_json(os.path.join(output_dir, hs_manifest.MARKER))
     if marker is None:
@@ -46,19 +47,20 @@ def verify(output_dir: str, sample: int | None, seed: int = 0, repair: bool = Fa
     again = AGAIN.get(marker.get("kind"), AGAIN[hs_manifest.EXTRACTION])
     lock = None
     try:
-        lock = hs_manifest.Lock(output_dir) if repair else None
+        lock = hs_manifest.Lock(output_dir) if repair or (mend and not hs_manifest.is_locked(output_dir)) else None
         running = lock is None and hs_manifest.is_locked(output_dir)
         manifest = hs_manifest.Manifest(output_dir)
         problems = _of_the_manifest(manifest, running, again, collection)
         if not running:
             problems += _extra(manifest)
+        repaired = _repair(manifest, problems, collection) if lock is not None and not repair else []
         entries = list(manifest.entries.values())
         chosen = entries if sample is None or sample >= len(entries) else random.Random(seed).sample(entries, sample)
         files = [(entry["id"], file) for entry in chosen for file in hs_manifest.files_of(entry)]
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
             hashed = list(filter(None, pool.map(lambda item: _hash_problem(output_dir, *item, again), files)))
         problems += [problem for problem, unread in hashed if not unread]
-        repaired = _repair(manifest, problems, collection) if repair else []
+        repaired += _repair(manifest, problems, collection) if repair else []
         problems += [problem for problem, unread in hashed if unread]
     except hs_manifest.ManifestError as error:
         raise Refusal(str(error)) from error
@@ -149,15 +151,26 @@ def _repair(manifest: hs_manifest.Manifest, problems: list[dict[str, Any]], link
 
 
 def need_manifest(output_dir: str) -> None:
-    """Raise Refusal where records' files lie in an output directory without a manifest: an extractor makes it before the first file."""
+    """Raise ConfigError where records' files lie in an output directory without a manifest: an extractor makes it before the first file."""
     if os.path.lexists(os.path.join(output_dir, hs_manifest.MANIFEST)):
         return
     count = sum(number_of(file) is not None for file in files_below(output_dir))
     if count:
-        raise Refusal(
+        raise ConfigError(
             f"{output_dir} holds {count:,} files of records, and no {hs_manifest.MANIFEST} that names them; bring it back, or remove the"
             " files to begin anew"
         )
+
+
+def remove_unnamed(manifest: hs_manifest.Manifest) -> int:
+    """Remove temporary files and files of records that no line names, as a crash leaves them; returns how many of the latter.
+
+    Another host may have got their records since. Only the holder of the lock may call it. Raises ConfigError without a manifest, OSError.
+    """
+    need_manifest(manifest.path)
+    named = {file["file"] for entry in manifest.entries.values() for file in hs_manifest.files_of(entry)}
+    removed = [file for file in list(files_below(manifest.path)) if file not in named and _is_ours(file) and remove(manifest.path, file)]
+    return sum(number_of(file) is not None for file in removed)
 
 
 def _is_ours(file: str) -> bool:
