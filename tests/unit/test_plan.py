@@ -90,6 +90,7 @@ def test_a_pilot_takes_records_of_all_lengths_and_is_the_same_the_next_time(data
     plan = make_plan({"dataset": dataset, "hosts": {"a": {}, "b": {}}, "records": 20})
     pilot = sorted(expand(plan["shares"]["a"]) + expand(plan["shares"]["b"]))
     assert len(pilot) == plan["total_records"] == plan["left_records"] == 20
+    assert expand(plan["wanted"]) == sorted(pilot)
     lengths = make_plan({"dataset": dataset, "hosts": {"a": {}}})["total_tokens"] / RECORDS
     assert plan["total_tokens"] / 20 == pytest.approx(lengths, rel=0.15)
     done = hs_manifest.encode_ranges(pilot[:8])
@@ -188,7 +189,7 @@ def test_what_failed_hosts_leave_goes_to_those_at_work_once(dataset, tmp_path):
     plan = make_plan(request(dataset, tmp_path, {host: {} for host in "abcd"}, commit=True))
     given = {host: expand(ranges) for host, ranges in plan["shares"].items()}
     done, refused = given["a"][:30], given["a"][30:33]
-    failed = {"a": {"done": hs_manifest.encode_ranges(done), "refused": refused}}
+    failed = {"a": {"done": hs_manifest.encode_ranges(done), "refused": [hs_manifest.encode_ranges(refused[:2]), str(refused[2]), ""]}}
 
     def take(host, weights):
         asked = {**request(dataset, tmp_path, {}), "host": host, "weights": weights, "failed": failed}

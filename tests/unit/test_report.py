@@ -53,6 +53,7 @@ def test_totals(request_):
         "tok_s": 5000.0,
         "records_expected": 50,
         "tokens_expected": 50_000,
+        "left": 0,
         "failed": 0,
         "complete": True,
         "verified": True,
@@ -74,6 +75,37 @@ def test_a_pilot_is_complete_with_its_own_records_and_a_share_that_was_not_reach
     totals = summarize(request_)["totals"]
     assert (totals["complete"], totals["records_expected"]) == (True, 30)
     assert "Held      7 records that far did or was given; it was not asked" in write_report(request_, str(tmp_path))["summary"]
+
+
+def test_a_second_pilot_is_not_complete_with_the_records_of_the_first(request_, tmp_path):
+    request_["hosts"] = {"a": host("a", 20), "b": host("b", 15, 30, state="incomplete", refused=["45-49"])}
+    request_.update(expected={"records": 30, "tokens": 30_000, "wanted": "10-19,30-49"})
+    totals = summarize(request_)["totals"]
+    assert (totals["records"], totals["left"], totals["failed"], totals["complete"]) == (35, 5, 5, False)
+    assert "Records   25 of 30, 10 beyond them, 5 failed" in write_report(request_, str(tmp_path))["summary"]
+    request_["hosts"]["b"] = host("b", 20, 30)
+    assert summarize(request_)["totals"]["complete"] is True
+
+
+def test_failures_beyond_the_listed_ones_count(request_, tmp_path):
+    failures = [{"record": 10 + number, "reason": "too long"} for number in range(20)]
+    request_["hosts"]["a"] = host("a", 10, state="incomplete", failures=failures, refused=["10-28", "29,35-39,50-99"])
+    report = summarize(request_)
+    assert report["totals"]["failed"] == 70 and [row["state"] for row in report["hosts"]] == ["incomplete", "done"]
+    assert "          and 50 more, see the report" in write_report(request_, str(tmp_path))["summary"]
+    request_["hosts"]["a"].update(failures=[])
+    assert summarize(request_)["hosts"][0]["state"] == "incomplete"
+
+
+def test_nothing_at_all_is_not_verified(request_):
+    request_["hosts"] = {"a": host("a", 0, state="failed", broke="why")}
+    assert summarize(request_)["totals"]["verified"] is False
+
+
+def test_second_copies_are_said_beside_what_counts_them(request_, tmp_path):
+    request_["hosts"]["b"] = host("b", 20, 25)
+    summary = write_report(request_, str(tmp_path))["summary"]
+    assert "Tokens    50,000, second copies with them" in summary and "Bytes     2.87 GB, second copies with them" in summary
 
 
 class Tags(html.parser.HTMLParser):

@@ -51,6 +51,7 @@ def test_a_bad_dump_fails_its_record_after_a_second_try_and_no_other(site, fault
     status = site.status()
     assert status["state"] == "incomplete" and status["records_done"] == 9
     [failure] = status["failed"]
+    assert status["failed_records"] == str(failure["record"])
     assert failure["record"] == victim and re.search(BAD_DUMPS[fault], failure["reason"]), failure
     record = site.dataset.record(victim)
     assert (failure["source"], failure["line"]) == (record.source, record.line)

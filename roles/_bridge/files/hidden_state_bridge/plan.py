@@ -45,8 +45,8 @@ def make_plan(request: dict[str, Any]) -> dict[str, Any]:
     some of it. Else
     each record that is left goes, longest first, to the host that would finish it earliest (tokens over weight and
     measured rate; by name where equal), and `stop` names the extractors that have to end before that holds.
-    Returns totals, `shares` (ranges a host), `tokens` (a host), `held` (records and tokens, by host that is not asked)
-    and `stop`. Raises Refusal.
+    Returns totals, `wanted` (ranges: all records, or the pilot's), `shares` (ranges a host), `tokens` (a host), `held` (records and
+    tokens, by host that is not asked) and `stop`. Raises Refusal.
     """
     if not isinstance(request.get("dataset"), str) or not isinstance(request.get("hosts"), dict):
         raise Refusal('a plan needs {"dataset": DIRECTORY, "hosts": {HOST: {"done": RANGES, "weight": NUMBER}}}')
@@ -93,6 +93,7 @@ def _plan(request: dict[str, Any], dataset: PackedDataset, before: dict[str, str
     return {
         "total_records": int(wanted.sum()),
         "total_tokens": total,
+        "wanted": hs_manifest.encode_ranges(np.flatnonzero(wanted).tolist()),
         "done_records": int((wanted & done).sum()),
         "done_tokens": finished,
         "left_records": int((wanted & ~done).sum()),
@@ -155,7 +156,7 @@ def _rate(host: dict[str, Any]) -> float:
 def claim(request: dict[str, Any]) -> dict[str, Any]:
     """What a host that is through with its share takes over from hosts that failed.
 
-    request: `{dataset, ledger, run, host, weights: {host: number}, failed: {host: {done: ranges, refused: [record]}}}`.
+    request: `{dataset, ledger, run, host, weights: {host: number}, failed: {host: {done: ranges, refused: [ranges]}}}`.
     weights: of the hosts still at work, this one with them; failed: hosts whose extractors are proved to have ended;
     refused: records that failed by themselves, which no other host would fare better with. The host takes its part, by
     weight and longest first, of what is left of the failed hosts' shares; the last one takes all. The ledger holds it
@@ -171,7 +172,8 @@ def claim(request: dict[str, Any]) -> dict[str, Any]:
             if name in request["failed"]:
                 ended = request["failed"][name]
                 mask &= ~mask_of(ended["done"], count, f"host {name}")
-                mask[ended["refused"]] = False
+                for ranges in ended["refused"]:
+                    mask &= ~mask_of(ranges, count, f"host {name}")
                 pool |= mask
             else:
                 others |= mask

@@ -61,7 +61,9 @@ class Progress:
             "eta_s": None,
             "failed": [],
             "failed_total": 0,
+            "failed_records": "",
         }
+        self._failed: set[int] = set()
 
     def plan(self, records_done: int, tokens_done: int, records_total: int, tokens_total: int) -> None:
         """Set where this start begins."""
@@ -82,8 +84,9 @@ class Progress:
         self.status["bytes_written"] += entry["bytes"]
 
     def failed(self, record: int, reason: str) -> None:
-        """Count a record that failed by itself; the first thousand are listed."""
+        """Count a record that failed by itself; the first thousand are listed with the reason."""
         self.status["failed_total"] += 1
+        self._failed.add(record)
         if len(self.status["failed"]) < LISTED_FAILURES:
             self.status["failed"].append({"record": record, "reason": reason})
 
@@ -95,6 +98,7 @@ class Progress:
         if message is not None:
             status["message"] = message
         status["updated_at"] = hs_manifest.utc_now()
+        status["failed_records"] = hs_manifest.encode_ranges(self._failed)
         status["bytes_free"] = free_bytes(self._output_dir)
         self._rate()
         path = os.path.join(self._output_dir, hs_manifest.STATUS)

@@ -9,6 +9,7 @@ import os
 import pkgutil
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import hs_manifest
@@ -33,9 +34,11 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
     """The report as an object.
 
     request: `{"hosts": {host: {output_dir, **what extraction_info returned, "verify": what verify printed, "broke": why the
-    play gave the host up}}}`, with optional `dataset` (meta of the packed set), `expected` (`{records, tokens}` of a pilot, else all of the data set),
-    `held` (`{host: {records, tokens}}`, shares of hosts that were not reached) and `format`. `verify` and `broke` may be left
-    out or null. A record that failed on one host and is done on another has not failed. Raises Refusal where the hosts are of different runs.
+    play gave the host up, "refused": [ranges of records that failed by themselves, listed in `failures` or not]}}}`, with optional
+    `dataset` (meta of the packed set), `expected` (`{records, tokens, wanted: ranges}` of a pilot, else all of the data set),
+    `held` (`{host: {records, tokens}}`, shares of hosts that were not reached) and `format`. `verify`, `broke` and `refused` may be
+    left out or null. A record that failed on one host and is done on another has not failed. Records count once; tokens, bytes,
+    sources, lengths and pace count second copies too. Raises Refusal where the hosts are of different runs.
     """
     hosts = request.get("hosts")
     if not isinstance(hosts, dict) or not hosts:
@@ -45,7 +48,8 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
         named = ", ".join(f"{host} has {run}" for run, host in runs.items())
         raise Refusal(f"the hosts are of different runs ({named}); report on each run by itself")
     rows, sources, failures = [], {}, []
-    done = _done_ranges(hosts)
+    failed: set[int] = set()
+    done = _merged(info.get("done") or "" for info in hosts.values())
     paces = [info["pace"] for info in hosts.values() if info.get("pace")]
     for host, info in sorted(hosts.items()):
         status = info.get("status") or {}
@@ -53,9 +57,12 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
         check = info.get("verify") or {}
         state = info.get("state", "absent")
         own = [dict(item, host=host) for item in info.get("failures") or [] if not _holds(done, item["record"])]
+        refused = {number for first, last in _merged(info.get("refused") or []) for number in range(first, last + 1)}
+        refused = {number for number in refused if not _holds(done, number)} | {item["record"] for item in own}
+        failed |= refused
         # What a host took over from another is a start of its own, after which its status names no failure of an earlier one.
         if state in ("done", "incomplete"):
-            state = "incomplete" if own else "done"
+            state = "incomplete" if refused else "done"
         failures += own
         rows.append(
             {
@@ -84,6 +91,9 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
     dataset = request.get("dataset") or {}
     expected = request.get("expected") or dataset
     distinct = sum(last - first + 1 for first, last in done)
+    # After a pilot there may be other records than the next one asks for.
+    asked = _shared(done, hs_manifest.decode_ranges(expected["wanted"])) if expected.get("wanted") else distinct
+    left = max(0, expected["records"] - asked) if expected else None
     totals = {key: sum(row[key] for row in rows) for key in ("records", "tokens", "bytes", "tok_s")}
     return {
         "format": FORMAT,
@@ -97,10 +107,10 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
             twice=totals["records"] - distinct,
             records_expected=expected.get("records"),
             tokens_expected=expected.get("tokens"),
-            failed=len({item["record"] for item in failures}),
-            # After a pilot there may be more than the next one asks for.
-            complete=distinct >= expected["records"] if expected else None,
-            verified=all(row["verified"] for row in rows if row["records"]),
+            left=left,
+            failed=len(failed),
+            complete=left == 0 if expected else None,
+            verified=bool(totals["records"]) and all(row["verified"] for row in rows if row["records"]),
         ),
         "hosts": rows,
         "held": request.get("held") or {},
@@ -114,10 +124,10 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _done_ranges(hosts: dict[str, Any]) -> list[tuple[int, int]]:
-    """First and last of the records that are done on any host, in order and without overlap."""
+def _merged(texts: Iterable[str]) -> list[tuple[int, int]]:
+    """First and last of the records that are in any of these ranges, in order and without overlap."""
     merged: list[tuple[int, int]] = []
-    for first, last in sorted(pair for info in hosts.values() for pair in hs_manifest.decode_ranges(info.get("done") or "")):
+    for first, last in sorted(pair for text in texts for pair in hs_manifest.decode_ranges(text)):
         first = max(first, merged[-1][1] + 1) if merged else first
         if first <= last:
             merged.append((first, last))
@@ -127,6 +137,18 @@ def _done_ranges(hosts: dict[str, Any]) -> list[tuple[int, int]]:
 def _holds(ranges: list[tuple[int, int]], number: int) -> bool:
     place = bisect.bisect_right(ranges, (number, float("inf")))
     return place > 0 and number <= ranges[place - 1][1]
+
+
+def _shared(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:
+    """Records that are in both; each in order and without overlap."""
+    count = place = 0
+    for first, last in one:
+        while place and other[place - 1][1] >= first:
+            place -= 1
+        while place < len(other) and other[place][0] <= last:
+            count += max(0, min(last, other[place][1]) - max(first, other[place][0]) + 1)
+            place += 1
+    return count
 
 
 def _named(failure: dict[str, Any]) -> str:
@@ -139,7 +161,12 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
     """The run in a few lines of plain text."""
     totals = report["totals"]
     working = [row for row in report["hosts"] if row["records"]]
-    expected = f" of {totals['records_expected']:,}" if totals["records_expected"] is not None else ""
+    records, copies = f"{totals['records']:,}", ", second copies with them" if totals["twice"] else ""
+    if totals["left"] is not None:
+        asked = totals["records_expected"] - totals["left"]
+        records = f"{asked:,} of {totals['records_expected']:,}" + (
+            f", {totals['records'] - asked:,} beyond them" if totals["records"] > asked else ""
+        )
     hashed = sum(row["hashed"] or 0 for row in working)
     problems = sum(len(row["problems"]) for row in report["hosts"])
     if totals["verified"]:
@@ -154,11 +181,11 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         f" {', '.join(map(str, report['identity'].get('layers', [])))}"
         f" and {report['identity'].get('final', '')} · {report['identity'].get('dtype', '')}",
         f"Hosts     {hosts:,} ({', '.join(row['host'] for row in working[:4])}{', …' if hosts > 4 else ''})",
-        f"Records   {totals['records']:,}{expected}"
+        f"Records   {records}"
         + (f", {totals['failed']:,} failed" if totals["failed"] else "")
         + (f", {totals['twice']:,} on two hosts" if totals["twice"] else ""),
-        f"Tokens    {totals['tokens']:,}",
-        f"Bytes     {hs_progress.size(totals['bytes'])}",
+        f"Tokens    {totals['tokens']:,}{copies}",
+        f"Bytes     {hs_progress.size(totals['bytes'])}{copies}",
         f"Speed     {hs_progress.short(totals['tok_s'])} tok/s",
         f"Verified  {verified}",
     ]
@@ -166,8 +193,9 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         f"Held      {share['records']:,} records that {host} did or was given; it was not asked" for host, share in report["held"].items()
     ]
     lines += [f"Failed    {_named(failure)}" for failure in report["failed"][:SHOWN_FAILURES]]
-    if len(report["failed"]) > SHOWN_FAILURES:
-        lines.append(f"          and {len(report['failed']) - SHOWN_FAILURES:,} more, see the report")
+    more = max(len(report["failed"]), totals["failed"]) - min(len(report["failed"]), SHOWN_FAILURES)
+    if more:
+        lines.append(f"          and {more:,} more, see the report")
     lines += [f"Broke     {row['host']}: {row['broke'].splitlines()[0]}" for row in report["hosts"] if row["broke"]]
     lines += [f"Files     {row['host']}:{row['output_dir']}" for row in working[:4]]
     if hosts > 4:
