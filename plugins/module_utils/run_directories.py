@@ -8,6 +8,7 @@ PRIVATE to the collection.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 
@@ -79,16 +80,23 @@ def measure(path):
     """Files, bytes on disk, oldest and newest time of change (seconds since the epoch) of what lies in a directory.
 
     Links are counted as links, never followed. A directory on another file system is not entered: it is named in
-    `mounts`. Raises OSError.
+    `mounts`. What vanishes meanwhile counts for nothing. Raises OSError.
     """
-    device = os.lstat(path).st_dev
     found = {"files": 0, "bytes": 0, "oldest": None, "newest": None, "mounts": [], "markers": []}
+    try:
+        device = os.lstat(path).st_dev
+    except FileNotFoundError:
+        return found
     waiting = [path]
     while waiting:
         directory = waiting.pop()
-        with os.scandir(directory) as entries:
+        # An extractor at work renames its temporary files, and on a shared file system another host may delete this directory.
+        with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
             for entry in entries:
-                info = entry.stat(follow_symlinks=False)
+                try:
+                    info = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
                 if stat.S_ISDIR(info.st_mode):
                     if info.st_dev != device or os.path.ismount(entry.path):
                         found["mounts"].append(entry.path)
@@ -147,38 +155,43 @@ def check_removable(path, marker, kept):
 def remove(path):
     """Delete a directory that `check_removable` let pass; its marker goes last, so that an interrupted call is found again.
 
-    Works relative to open directories and follows no link, so nothing can lead it out. Raises OSError.
+    Works relative to open directories and follows no link, so nothing can lead it out. What is gone already is what is wanted: on a
+    shared file system all hosts delete what is named at once. Raises OSError.
     """
     parent = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _empty(os.path.basename(path), parent, hs_manifest.MARKER)
-        hs_manifest.fsync_directory(path)
-        directory = os.open(os.path.basename(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-        try:
-            os.unlink(hs_manifest.MARKER, dir_fd=directory)
-        finally:
-            os.close(directory)
-        os.rmdir(os.path.basename(path), dir_fd=parent)
+        with contextlib.suppress(FileNotFoundError):
+            _empty(os.path.basename(path), parent, hs_manifest.MARKER)
+            hs_manifest.fsync_directory(path)
+            directory = os.open(os.path.basename(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(hs_manifest.MARKER, dir_fd=directory)
+            finally:
+                os.close(directory)
+            os.rmdir(os.path.basename(path), dir_fd=parent)
         os.fsync(parent)
     finally:
         os.close(parent)
 
 
 def _empty(name, parent, spare=None):
+    """Remove what lies in a directory, but for `spare`. Raises OSError, FileNotFoundError where the directory itself is gone."""
     directory = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
         device = os.fstat(directory).st_dev
         for entry in sorted(os.listdir(directory)):
             if entry == spare:
                 continue
-            info = os.lstat(entry, dir_fd=directory)
-            if not stat.S_ISDIR(info.st_mode):
-                os.unlink(entry, dir_fd=directory)
-                continue
-            if info.st_dev != device:
-                raise OSError("%s in %s is on another file system" % (entry, name))
-            _empty(entry, directory)
-            os.rmdir(entry, dir_fd=directory)
+            with contextlib.suppress(FileNotFoundError):
+                info = os.lstat(entry, dir_fd=directory)
+                if not stat.S_ISDIR(info.st_mode):
+                    os.unlink(entry, dir_fd=directory)
+                    continue
+                if info.st_dev != device:
+                    raise OSError("%s in %s is on another file system" % (entry, name))
+                _empty(entry, directory)
+                os.rmdir(entry, dir_fd=directory)
     finally:
         os.close(directory)
 

@@ -160,7 +160,9 @@ def main():
     )
     try:
         module.exit_json(**run(module))
-    except (OSError, rd.RunError, hs_manifest.ManifestError) as error:
+    except OSError as error:
+        module.fail_json(msg="%s; see to the file system and the permissions there, then run this again" % error)
+    except (rd.RunError, hs_manifest.ManifestError) as error:
         module.fail_json(msg=str(error))
 
 

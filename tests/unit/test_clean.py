@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -203,10 +204,62 @@ def test_a_deletion_that_broke_off_goes_on(data, call, monkeypatch):
         unlink(name, **options)
 
     monkeypatch.setattr(rd.os, "unlink", failing)
-    assert call(remove=[str(run)])["failed"]
+    assert "; see to the file system and the permissions there" in call(remove=[str(run)])["msg"]
     monkeypatch.undo()
     assert (run / hm.MARKER).exists(), "the marker went first"
     assert call(remove=[str(run)])["removed"] == [str(run)] and not run.exists()
+
+
+def test_the_list_while_an_extractor_renames_its_temporary_files(data, call, monkeypatch):
+    waiting = data / "old" / "gpu-1" / "specforge" / ".data_9.ckpt.tmp-1"
+    waiting.touch()
+    scandir = os.scandir
+
+    class Late:
+        def __init__(self, path):
+            self.entries = scandir(path)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.entries.close()
+
+        def __iter__(self):
+            for entry in list(self.entries):
+                if entry.name == waiting.name:
+                    waiting.unlink()
+                yield entry
+
+    monkeypatch.setattr(rd.os, "scandir", Late)
+    [found] = [item for item in call()["runs"] if item["path"] == str(data / "old" / "gpu-1")]
+    assert found["records"] == 3 and not waiting.exists()
+
+
+@pytest.mark.parametrize("gone", ["specforge/data_1.ckpt", "specforge", "manifest.jsonl", hm.MARKER, "."])
+def test_what_another_host_removes_meanwhile_is_removed(data, monkeypatch, gone):
+    """On a shared file system all hosts delete what is named at once: each step may find its work done, by a host just ahead."""
+    run = data / "old" / "gpu-1"
+    target = run / gone
+    ahead = {name: getattr(os, name) for name in ("lstat", "unlink", "rmdir", "open", "listdir")}
+
+    def behind(function):
+        def call(name, *arguments, **options):
+            if os.path.basename(str(name)) == target.name and target.exists():
+                subprocess.run(["rm", "-r", str(target)], check=True)
+            return ahead[function](name, *arguments, **options)
+
+        return call
+
+    for function in ("lstat", "unlink", "rmdir"):
+        with monkeypatch.context() as patched:
+            patched.setattr(rd.os, function, behind(function))
+            rd.remove(str(run))
+        assert not run.exists()
+        make_run(run)
+    shutil.rmtree(run)
+    rd.remove(str(run))
+    assert rd.measure(str(run))["files"] == 0
 
 
 def test_adoption(data, call):
