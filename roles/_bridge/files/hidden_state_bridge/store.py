@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import grp
 import os
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,16 +59,25 @@ class Target:
     access: Access
 
 
+# Directories that this process has found or made right, with the access that it gave them.
+_RIGHT: set[tuple[str, Access]] = set()
+
+
 def make_directory(path: str, access: Access) -> None:
-    """Make one directory with its mode and group; one that is there is kept. Raises OSError."""
+    """Make one directory with its mode and group; one that is there is kept, and put right once a process. Raises OSError."""
     try:
         os.mkdir(path, access.directory_mode)
     except FileExistsError:
-        return
-    os.chmod(path, access.directory_mode)
-    if access.gid >= 0:
+        # Its maker may have been killed before it was all that.
+        if (path, access) in _RIGHT:
+            return
+    found = os.stat(path)
+    if stat.S_IMODE(found.st_mode) != access.directory_mode:
+        os.chmod(path, access.directory_mode)
+    if access.gid not in (-1, found.st_gid):
         os.chown(path, -1, access.gid)
     hs_manifest.fsync_directory(os.path.dirname(path))
+    _RIGHT.add((path, access))
 
 
 def store(target: Target, record: Record, rid: str, pieces: list[str]) -> dict[str, Any]:
