@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import random
+import stat
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -59,6 +60,8 @@ def refusal(tmp_path, sources, **settings) -> str:
 def skipped(tmp_path, sources, **settings) -> tuple[list, list, dict]:
     """(records, lines of the rejects file, meta) with bad input skipped."""
     data, result = packed(tmp_path / "skip", sources, on_bad="skip", **settings)
+    # It quotes what is in the sources.
+    assert stat.S_IMODE(os.stat(result["rejects"]).st_mode) == 0o600
     with open(result["rejects"], encoding="utf-8") as stream:
         rejects = [json.loads(line) for line in stream]
     assert sum(row["rejected"] for row in result["meta"]["sources"]) == len(rejects)

@@ -106,7 +106,7 @@ def _say(item: Scan) -> Scan:
 
 def _scan_all(sources: list[Source], work: str | None, workers: int | None) -> Iterator[Scan]:
     with Reader(workers, work) as reader, contextlib.ExitStack() as stack:
-        rejects: BinaryIO | None = stack.enter_context(open(os.path.join(work, "rejects"), "wb")) if work else None
+        rejects: BinaryIO | None = stack.enter_context(open(os.path.join(work, "rejects"), "wb", opener=open_private)) if work else None
         for source in sources:
             yield scan(source, reader, rejects, (lambda: _need_room(work, LOW_WATER_BYTES)) if work else None)
 
