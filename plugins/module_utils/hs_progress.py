@@ -37,8 +37,10 @@ def short(number):
 def size(number):
     """Bytes for people, in powers of 1000: `5.03 TB`."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= scale:
-            return "%.3g %s" % (number / scale, unit)
+        # What would be rounded to a thousand is one of the next unit.
+        if number >= 0.9995 * scale:
+            value = number / scale
+            return ("%.0f %s" if value >= 999.5 else "%.3g %s") % (value, unit)
     return "%d B" % number
 
 

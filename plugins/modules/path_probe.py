@@ -137,6 +137,14 @@ def mountinfo() -> str:
         return ""
 
 
+def user_name() -> str:
+    """The name of this process's user, or its number where it has none, as in many containers."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return f"user {os.geteuid()}"
+
+
 def probe(entry: dict) -> tuple[dict, list[dict]]:
     """Probe one path; return (findings, problems)."""
     path, variable = entry["path"], entry["variable"]
@@ -159,7 +167,7 @@ def probe(entry: dict) -> tuple[dict, list[dict]]:
             f"cannot write to {found['existing']}: {failed.strerror or failed}",
             f"free space there, or set {variable} to a directory on another file system"
             if full
-            else f"make it writable for {pwd.getpwuid(os.geteuid()).pw_name}, or set {variable} to a directory that is",
+            else f"make it writable for {user_name()}, or set {variable} to a directory that is",
         )
     vfs = os.statvfs(found["existing"])
     device = os.stat(found["existing"]).st_dev

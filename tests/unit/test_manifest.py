@@ -359,6 +359,8 @@ def test_the_size_of_the_real_run_takes_about_a_second(out):
 def test_numbers_for_people():
     assert [hs_progress.short(n) for n in (0, 312, 9999, 18_400, 2_800_000, 87.8e6)] == ["0", "312", "9,999", "18.4 k", "2.8 M", "87.8 M"]
     assert [hs_progress.size(n) for n in (12, 57_344, 5.03e12)] == ["12 B", "57.3 kB", "5.03 TB"]
+    near = (999.7e9, 999.4e9, 999_700, 999, 1e15, 9.9951e15)
+    assert [hs_progress.size(n) for n in near] == ["1 TB", "999 GB", "1 MB", "999 B", "1000 TB", "9995 TB"]
     assert [hs_progress.duration(n) for n in (12, 185, 4620)] == ["12 s", "3 m 05 s", "1 h 17 m"]
 
 

@@ -64,6 +64,15 @@ def test_a_full_file_system_asks_for_room(tmp_path, monkeypatch):
     assert "No space left on device" in problem["what"] and problem["remedy"].startswith("free space there")
 
 
+def test_a_user_without_a_name_is_told_by_number(tmp_path, monkeypatch):
+    def denied(_handle):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(path_probe.os, "fsync", denied)
+    monkeypatch.setattr(path_probe.os, "geteuid", lambda: 4_000_000)
+    assert path_probe.probe(entry(tmp_path))[1][0]["remedy"].startswith("make it writable for user 4000000, or set extraction_output_dir")
+
+
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 30 22 0:44 / /data rw - nfs4 filer:/export/states rw,vers=4.2
