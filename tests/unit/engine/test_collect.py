@@ -15,6 +15,7 @@ import torch
 
 import hs_manifest as hm
 from hidden_state_bridge import collect as collect_module
+from hidden_state_bridge import placing
 from hidden_state_bridge.__main__ import main
 from hidden_state_bridge.errors import Refusal
 from hidden_state_bridge.verify import verify
@@ -99,7 +100,7 @@ def test_a_part_is_collected_on_demand_and_grows(two, dest, packed):
         hosts.collection(dest, two[:1], packed)
     assert hosts.collection(dest, two[:1], packed, partial=True)["records"] == 6
     # Without the packed set nobody knows how many there have to be.
-    assert hosts.collection(dest, two[:1], None)["expected"] is None
+    assert hosts.collection(dest, two[:1], None, partial=True)["expected"] is None
     assert hosts.collection(dest, two, packed)["hosts"] == {"one": 6, "two": 4}
     check(dest)
 
@@ -157,7 +158,7 @@ def test_a_new_host_that_comes_first_does_not_move_what_is_there(two, dest, pack
 
 @pytest.mark.parametrize("stage", range(1, 8))
 def test_killed_anywhere_and_called_again(two, dest, packed, monkeypatch, stage):
-    monkeypatch.setattr(collect_module, "BATCH", 2)
+    monkeypatch.setattr(placing, "BATCH", 2)
     hosts.die_at(monkeypatch, stage)
     with pytest.raises(KeyboardInterrupt):
         hosts.collection(dest, two, packed)
@@ -215,6 +216,7 @@ def test_what_the_hosts_have_to_give_is_asked_for_and_moved(two, dest, packed):
     assert [problem["id"] for problem in result["problems"]] == [6, 7, 8, 9] and len(hm.Manifest(str(dest)).entries) == 6
     for name in FORMATS:
         shutil.copytree(two[1] / name, dest / ".incoming" / "two" / name)
+    shutil.copy(two[1] / hm.MANIFEST, dest / ".incoming" / "two" / hm.MANIFEST)
     assert hosts.collection(dest, two, packed, mode="move", sources=sources)["ok"]
     assert not (dest / ".incoming").exists()
     check(dest)
@@ -288,7 +290,7 @@ def test_the_command_reads_its_request_from_standard_input(two, dest, packed, mo
     import io
 
     sources = [{"host": host.name, "manifest": str(host / hm.MANIFEST), "run": str(host / hm.RUN), "place": str(host)} for host in two]
-    request = {"dest": str(dest), "mode": "link", "sources": sources}
+    request = {"dest": str(dest), "mode": "link", "sources": sources, "partial": True}
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
     assert main(["collect"]) == 1
     result = json.loads(capsys.readouterr().out)

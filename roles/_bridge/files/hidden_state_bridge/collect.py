@@ -7,13 +7,11 @@ is durable before its line is; the same command goes on after anything.
 
 from __future__ import annotations
 
-import errno
-import hashlib
+import contextlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +24,10 @@ from . import arrow, vocab
 from .errors import Refusal
 from .formats import file_name, number_of
 from .hashes import file_hash
-from .merge import Merged, Source, identity_of, merge
+from .merge import Merged, Source, formats_of, identity_of, merge
 from .packed import PackedDataset
-from .store import Access, access_of, files_below, make_directories, replacing
+from .placing import Left, Placing, is_alone_as, is_as
+from .store import Access, access_of, files_below
 from .verify import remove
 
 MODES = ("link", "symlink", "copy", "move", "list", "ask")
@@ -36,10 +35,7 @@ INDEX = "index.jsonl"
 # What is on its way from the hosts, and the lines that each is asked for.
 INCOMING = ".incoming"
 WANTED = "wanted.jsonl"
-BATCH = 256
 LISTED_PROBLEMS = 1000
-COPY_BYTES = 1 << 22
-REMEDY = "run verify.yml -e verify_repair=true and extract.yml, then collect again"
 
 
 @dataclass(frozen=True)
@@ -102,17 +98,13 @@ def collect(request: Request) -> dict[str, Any]:
         raise Refusal(str(error)) from error
 
 
-class _Differs(Exception):
-    pass
-
-
 class _Collection:
     def __init__(self, request: Request, access: Access, identity: dict[str, Any]) -> None:
         self.request, self.access = request, access
-        self.run = hs_manifest.run_of(identity)
+        self.identity, self.run = identity, hs_manifest.run_of(identity)
         self.dataset = self._open_dataset(identity)
         self.manifest = hs_manifest.Manifest(request.dest)
-        self.roots = {source.host: source.root for source in request.sources}
+        self.sources = {source.host: source for source in request.sources}
         self.problems: list[dict[str, Any]] = []
         self.changed = False
 
@@ -129,19 +121,29 @@ class _Collection:
 
     def gather(self, spool: Any) -> dict[str, Any]:
         request = self.request
-        merged = merge(request.sources, self.manifest.entries, set(request.formats), None if request.mode == "ask" else spool)
-        formats = {file["file"].partition("/")[0] for entry in merged.used.values() for file in hs_manifest.files_of(entry)}
+        listing = request.mode == "list"
+        merged = merge(
+            request.sources,
+            {} if listing else self.manifest.entries,
+            set(request.formats),
+            None if request.mode == "ask" else spool,
+            self._is_intact,
+            fallback=not listing,
+        )
+        formats = {name for entry in merged.used.values() for name in formats_of(entry)}
         self._refuse(merged, formats)
         wanted: dict[str, int] = {}
-        if request.mode == "list":
+        if listing:
             self._write_index(merged)
         else:
             self._name(merged, formats)
-            left = [entry for _record, entry in sorted(merged.used.items()) if not self._is_there(entry)]
+            left = self._left(merged)
             if request.mode == "ask":
-                wanted = self._ask(left)
+                wanted = self._ask([entry for entry, _files in left if entry["id"] not in merged.kept])
             else:
-                self._place(left)
+                placing = Placing(request.mode, request.sources, self.manifest, merged.kept, self.access, request.workers)
+                self.problems = placing.place(left)
+                self.changed = placing.changed
                 self._finish(merged, formats)
         entries = merged.used.values()
         return {
@@ -178,6 +180,12 @@ class _Collection:
             arrow.need_package()
         if request.mode != "list" and request.draft_vocab_size:
             vocab.check(self.dataset, request.draft_vocab_size)
+        if self.dataset is None and not request.partial:
+            raise Refusal(
+                f"whether records are missing cannot be told without the packed data set {self.identity['dataset'][:16]}, and it is not below"
+                f" {request.dataset_dir}; name the directory that holds it (extraction_collect_dataset_dir), or collect what there is with"
+                " extraction_collect_partial: true"
+            )
         if self.dataset is not None and not request.partial and len(merged.used) < len(self.dataset):
             raise Refusal(
                 f"{len(self.dataset) - len(merged.used):,} of {len(self.dataset):,} records are done on no host; run extract.yml to"
@@ -189,14 +197,16 @@ class _Collection:
         if "speculators" not in formats:
             return
         rows: dict[int, int] = {}
+        taken: set[int] = set()
         for record, entry in self.manifest.entries.items():
             if record in merged.used:
                 row = next(
                     (number_of(file["file"]) for file in hs_manifest.files_of(entry) if file["file"].startswith("speculators/")), None
                 )
-                if row is not None and row < len(merged.used):
+                if row is not None and row < len(merged.used) and row not in taken:
                     rows[record] = row
-        free = iter(sorted(set(range(len(merged.used))) - set(rows.values())))
+                    taken.add(row)
+        free = iter(sorted(set(range(len(merged.used))) - taken))
         for record in sorted(merged.used):
             if record not in rows:
                 rows[record] = next(free)
@@ -210,20 +220,35 @@ class _Collection:
             else:
                 entry.update(files[0])
 
-    def _is_there(self, entry: dict[str, Any]) -> bool:
-        """Whether the collection has that very copy of the record already."""
-        known = self.manifest.entries.get(entry["id"])
-        if known is None or known.get("host") != entry["host"]:
+    def _is_intact(self, entry: dict[str, Any]) -> bool:
+        """Whether the collection's own copy of a record is what its line says."""
+        try:
+            return all(file_hash(os.path.join(self.request.dest, file["file"])) == file["sha256"] for file in hs_manifest.files_of(entry))
+        except OSError:
             return False
-        ours, theirs = hs_manifest.files_of(known), hs_manifest.files_of(entry)
-        if [(file["file"], file["sha256"]) for file in ours] != [(file["file"], file["sha256"]) for file in theirs]:
-            return False
-        root = self.roots.get(entry["host"])
-        if self.request.mode not in ("link", "symlink") or root is None:
-            return True
-        # A file that was written again has another inode.
-        pairs = [(os.path.join(root, file.get("from", file["file"])), os.path.join(self.request.dest, file["file"])) for file in theirs]
-        return all(os.path.exists(source) and os.path.samefile(source, there) for source, there in pairs)
+
+    def _left(self, merged: Merged) -> list[Left]:
+        """The records whose line or files are not in the collection as they have to be."""
+        left = []
+        for record, entry in sorted(merged.used.items()):
+            known = self.manifest.entries.get(record, {"files": []})
+            there = (
+                {(file["file"], file["sha256"]) for file in hs_manifest.files_of(known)} if known.get("host") == entry["host"] else set()
+            )
+            files = hs_manifest.files_of(entry)
+            bring = [file for file in files if (file["file"], file["sha256"]) not in there or not self._stands(entry, file, merged.kept)]
+            if bring or len(there) != len(files):
+                left.append((entry, bring))
+        return left
+
+    def _stands(self, entry: dict[str, Any], file: dict[str, Any], kept: set[int]) -> bool:
+        """Whether a file of the collection is of the kind that the mode makes: a copy, a hard link or a symbolic one."""
+        mode, path = self.request.mode, os.path.join(self.request.dest, file["file"])
+        root = self.sources[entry["host"]].root if entry["id"] not in kept else None
+        # What was pulled is not the host's file itself.
+        if root is None or mode == "move":
+            return is_alone_as(mode, path)
+        return is_as(mode, path, os.path.join(root, file.get("from", file["file"])))
 
     def _ask(self, left: list[dict[str, Any]]) -> dict[str, int]:
         """Write for each host the lines that it has to give."""
@@ -235,78 +260,6 @@ class _Collection:
             hs_manifest.write_lines(os.path.join(directory, WANTED), lines)
             wanted[source.host] = len(lines)
         return wanted
-
-    def _place(self, left: list[dict[str, Any]]) -> None:
-        """Put records where they belong, and then into the manifest, some at a time."""
-        dest, access = self.request.dest, self.access
-        # A file that is replaced is in no line meanwhile.
-        targets = {file["file"] for entry in left for file in hs_manifest.files_of(entry)}
-        replaced = {
-            record for record, entry in self.manifest.entries.items() if any(f["file"] in targets for f in hs_manifest.files_of(entry))
-        }
-        self.changed |= self.manifest.repair(access.file_mode, access.gid, without=replaced)
-        writer = hs_manifest.ManifestWriter(dest, access.file_mode, access.gid)
-        workers = self.request.workers or min(8, os.cpu_count() or 1)
-        try:
-            with ThreadPoolExecutor(workers) as pool:
-                for first in range(0, len(left), BATCH):
-                    some = left[first : first + BATCH]
-                    directories = {os.path.dirname(file["file"]) for entry in some for file in hs_manifest.files_of(entry)}
-                    for directory in sorted(directories):
-                        make_directories(dest, directory, access)
-                    results = list(zip(some, pool.map(self._place_one, some)))
-                    placed = [entry for entry, problem in results if problem is None]
-                    self.problems += [problem for _entry, problem in results if problem is not None]
-                    for directory in sorted(directories):
-                        hs_manifest.fsync_directory(os.path.join(dest, directory))
-                    writer.append(placed)
-                    self.changed |= bool(placed)
-        finally:
-            writer.close()
-
-    def _place_one(self, entry: dict[str, Any]) -> dict[str, Any] | None:
-        """Put the files of one record where they belong; returns the problem, None where there is none."""
-        for file in hs_manifest.files_of(entry):
-            root = self.roots.get(entry["host"])
-            origin = dict(file, file=file.get("from", file["file"]))
-            reason = f"{self._where(entry['host'])} cannot be seen from this machine"
-            if root is not None:
-                reason = self._bring(root, origin, os.path.join(self.request.dest, file["file"]))
-            if reason:
-                return {"host": entry["host"], "id": entry["id"], "file": origin["file"], "reason": reason}
-        return None
-
-    def _where(self, host: str) -> str:
-        return next(source.place for source in self.request.sources if source.host == host)
-
-    def _bring(self, root: str, file: dict[str, Any], target: str) -> str:
-        """Put one file at `target`; returns why it cannot be. Raises Refusal or OSError for what is wrong with all of them."""
-        source = os.path.join(root, file["file"])
-        if not hs_manifest.agrees(root, file):
-            return f"{source} is missing, or has another size than its manifest says; {REMEDY}"
-        mode = self.request.mode
-        if mode == "copy":
-            try:
-                with replacing(target, self.access) as temporary:
-                    if _copy(source, temporary) != file["sha256"]:
-                        raise _Differs
-            except _Differs:
-                return f"{source} has another SHA-256 than its manifest says; {REMEDY}"
-            return ""
-        temporary = os.path.join(os.path.dirname(target), dumpfile.temporary_name(os.path.basename(target)))
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-        if mode == "symlink":
-            os.symlink(os.path.relpath(os.path.realpath(source), os.path.realpath(os.path.dirname(target))), temporary)
-        elif mode == "link":
-            _link(source, temporary)
-        else:
-            os.chmod(source, self.access.file_mode)
-            if self.access.gid >= 0:
-                os.chown(source, -1, self.access.gid)
-            temporary = source
-        os.rename(temporary, target)
-        return ""
 
     def _finish(self, merged: Merged, formats: set[str]) -> None:
         """Manifest in order, nothing else beside it, and what the trainers want to know of all records together."""
@@ -335,7 +288,10 @@ class _Collection:
             records = [entry["id"] for entry in lines]
             self.changed |= vocab.write_vocab(dest, formats, self.dataset, records, self.request.draft_vocab_size, access)
         if self.request.mode == "move":
-            shutil.rmtree(os.path.join(dest, INCOMING), ignore_errors=True)
+            for source in self.request.sources:
+                shutil.rmtree(os.path.join(dest, INCOMING, source.host), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.join(dest, INCOMING))
 
     def _write_index(self, merged: Merged) -> None:
         """One line a copy of a record, the used ones first: its manifest line, and `at`, its files as HOST:PATH."""
@@ -353,22 +309,3 @@ class _Collection:
 def _chain(lines: list[dict[str, Any]], merged: Merged) -> Iterator[dict[str, Any]]:
     yield from lines
     yield from merged.second_copies()
-
-
-def _copy(source: str, target: str) -> str:
-    """Copy a file's content; returns its SHA-256."""
-    digest = hashlib.sha256()
-    with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb") as reader, open(target, "wb") as writer:
-        for block in iter(lambda: reader.read(COPY_BYTES), b""):
-            digest.update(block)
-            writer.write(block)
-    return digest.hexdigest()
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK):
-            raise
-        raise Refusal(f"{source} cannot be linked to {target}: {error.strerror}; take extraction_collect_mode symlink or copy") from error

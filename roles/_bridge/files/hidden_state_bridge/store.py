@@ -117,13 +117,12 @@ def make_directories(output_dir: str, below: str, access: Access) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: str, access: Access) -> Iterator[str]:
-    """Gives the name of an empty temporary file beside `path`, and puts it there, durable, once the block has filled it.
+def filling(path: str, access: Access) -> Iterator[str]:
+    """Gives the name of an empty temporary file beside `path`; it is durable, with its mode and group, once the block has filled it.
 
     Where the block raises, the temporary file is removed. Raises OSError.
     """
-    directory = os.path.dirname(path)
-    temporary = os.path.join(directory, dumpfile.temporary_name(os.path.basename(path)))
+    temporary = os.path.join(os.path.dirname(path), dumpfile.temporary_name(os.path.basename(path)))
     try:
         # Made first, so that states are never readable by others.
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -132,12 +131,26 @@ def replacing(path: str, access: Access) -> Iterator[str]:
         if access.gid >= 0:
             os.chown(temporary, -1, access.gid)
         _fsync(temporary)
-        os.rename(temporary, path)
     except BaseException:
         if os.path.lexists(temporary):
             os.unlink(temporary)
         raise
-    hs_manifest.fsync_directory(directory)
+
+
+@contextlib.contextmanager
+def replacing(path: str, access: Access) -> Iterator[str]:
+    """Gives the name of an empty temporary file beside `path`, and puts it there, durable, once the block has filled it.
+
+    Where the block raises, the temporary file is removed. Raises OSError.
+    """
+    with filling(path, access) as temporary:
+        yield temporary
+    try:
+        os.rename(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
+    hs_manifest.fsync_directory(os.path.dirname(path))
 
 
 def entry_of(record: Record, files: list[dict[str, Any]], sglang_version: str) -> dict[str, Any]:
