@@ -147,3 +147,52 @@ def test_a_moved_file_is_copied_where_nothing_can_be_linked(two, tmp_path, packe
     monkeypatch.setattr(os, "link", refuse)
     assert gather(two[0], partial=True)["ok"]
     check(tmp_path / "all", packed, [0, 2, 3, 4, 5])
+
+
+def rows_file(dest):
+    [path] = (dest / "speculators").glob("*.arrow")
+    return path
+
+
+@pytest.mark.parametrize("spoil", ["flip", "cut", "state", "unknown", "missing"])
+def test_a_damaged_data_set_is_found_and_written_again(two, tmp_path, packed, gather, spoil):
+    dest = tmp_path / "all"
+    gather(*two)
+    path = dest / "speculators/state.json" if spoil == "state" else rows_file(dest)
+    content = path.read_bytes()
+    if spoil == "unknown":
+        run = hm.read_json(str(dest / hm.RUN))
+        del run["together"]
+        hm.write_json(str(dest / hm.RUN), run)
+    elif spoil == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-3] if spoil == "cut" else content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    problems = verify(str(dest), 0)["problems"]
+    assert path.relative_to(dest).as_posix() in {problem["file"] for problem in problems}
+    assert all("; the next collection brings it again" in problem["reason"] for problem in problems)
+    assert gather(*two)["changed"]
+    check(dest, packed, range(RECORDS))
+    assert path.read_bytes() == content
+    assert not gather(*two)["changed"]
+
+
+def test_a_damaged_data_set_is_removed_by_a_repair(two, tmp_path, packed, gather):
+    dest = tmp_path / "all"
+    gather(*two)
+    rows_file(dest).write_bytes(b"torn")
+    result = verify(str(dest), None, repair=True)
+    assert result["ok"] and [problem["file"].endswith(".arrow") for problem in result["repaired"]] == [True]
+    assert not list((dest / "speculators").glob("*.arrow")) and verify(str(dest), None)["ok"]
+    assert gather(*two)["changed"]
+    check(dest, packed, range(RECORDS))
+
+
+def test_a_data_set_of_before_does_not_stay(two, tmp_path, packed, gather):
+    """Killed once state.json named the other one, and before the old file was removed."""
+    dest = tmp_path / "all"
+    gather(*two)
+    (dest / "speculators/data-0123456789abcdef.arrow").write_bytes(b"old")
+    assert not verify(str(dest), None)["ok"]
+    assert gather(*two)["changed"]
+    check(dest, packed, range(RECORDS))

@@ -139,7 +139,7 @@ def test_states_are_converted_on_the_hosts_and_repaired(site, play):
         output, _changes = play("verify.yml", extraction_output_dir=str(site / "converted"), fails=True)
         assert "data_2.pt (record 2) is missing" in output
         output, changes = play("verify.yml", "-e", "verify_repair=true", extraction_output_dir=str(site / "converted"))
-        assert "are put right; extract.yml writes their records again" in output and changes == {"one": 1, "two": 0}
+        assert "are put right; convert.yml writes their records again" in output and changes == {"one": 1, "two": 0}
         play("convert.yml", **arguments)
         converted = list(hm.Manifest(str(site / "converted" / "one")).entries)
         assert sorted(converted) == list(range(8)) and converted[-1] == 2

@@ -275,3 +275,20 @@ def test_that_records_are_missing_is_not_left_unsaid(make, dest, packed, dataset
         hosts.collection(dest, [one], None, dataset_dir=dataset_dir)
     assert not (dest / hm.MANIFEST).exists()
     assert hosts.collection(dest, [one], None, dataset_dir=dataset_dir, partial=True)["expected"] is None
+
+
+@pytest.mark.parametrize("content", [b"", b"torn", None])
+def test_a_damaged_vocabulary_mapping_is_found_and_written_again(make, dest, packed, content):
+    both = make("specforge")
+    hosts.collection(dest, both, packed, draft_vocab_size=20)
+    mapping = dest / "vocab_mapping.pt"
+    good = mapping.read_bytes()
+    mapping.write_bytes(good[:-5] + b"torn!" if content is None else content)
+    [problem] = verify(str(dest), 0)["problems"]
+    assert problem["file"] == "vocab_mapping.pt" and "run.json says" in problem["reason"]
+    assert hosts.collection(dest, both, packed, draft_vocab_size=20)["changed"]
+    assert mapping.read_bytes() == good and verify(str(dest), None)["ok"]
+    # Where none is asked for, a damaged one goes.
+    mapping.write_bytes(b"torn")
+    assert hosts.collection(dest, both, packed)["changed"] and not mapping.exists() and verify(str(dest), None)["ok"]
+    assert not hosts.collection(dest, both, packed)["changed"]

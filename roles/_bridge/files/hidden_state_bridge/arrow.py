@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,17 +20,13 @@ import hs_manifest
 from .errors import Refusal
 from .packed import PackedDataset
 from .store import Access, replacing
+from .together import is_ours
 
+DIRECTORY = "speculators"
 STATE = "state.json"
 INFO = "dataset_info.json"
 # Tokens of one record batch: some MiB in memory.
 BATCH_TOKENS = 1 << 18
-_OURS = re.compile(r"speculators/(data-[0-9a-f]{16}\.arrow|state\.json|dataset_info\.json|token_freq\.pt)\Z")
-
-
-def is_ours(file: str) -> bool:
-    """Whether that path below an output directory is one of the data set's files."""
-    return bool(_OURS.match(file))
 
 
 def need_package() -> None:
@@ -43,11 +38,12 @@ def need_package() -> None:
         )
 
 
-def write_arrow(directory: str, dataset: PackedDataset, records: np.ndarray, access: Access) -> bool:
-    """Make `directory` hold the set whose row i is record `records[i]`; returns whether that changed anything.
+def write_arrow(dest: str, dataset: PackedDataset, records: np.ndarray, whole: set[str], access: Access) -> tuple[set[str], set[str]]:
+    """Make the collection `dest` hold the set whose row i is record `records[i]`; returns the paths that were written and removed.
 
-    records: int64 [rows]. Raises OSError.
+    records: int64 [rows]. whole: the paths whose files are as they were written. Raises OSError.
     """
+    directory = os.path.join(dest, DIRECTORY)
     fingerprint = hashlib.sha256(dataset.meta["sha256"].encode() + records.astype("<i8").tobytes()).hexdigest()[:16]
     name = f"data-{fingerprint}.arrow"
     state = {
@@ -61,16 +57,19 @@ def write_arrow(directory: str, dataset: PackedDataset, records: np.ndarray, acc
     }
     wanted = {INFO: {"builder_name": "hidden_state_bridge", "dataset_name": dataset.meta["sha256"][:16]}, STATE: state}
     paths = {file: os.path.join(directory, file) for file in (name, *wanted)}
-    if all(os.path.exists(path) for path in paths.values()) and hs_manifest.read_json(paths[STATE]) == state:
-        return False
-    with replacing(paths[name], access) as temporary:
-        _write_stream(temporary, dataset, records)
-    for file, content in wanted.items():
-        hs_manifest.write_json(paths[file], content, access.file_mode, access.gid)
+    written = set()
+    if not {f"{DIRECTORY}/{file}" for file in paths} <= whole or hs_manifest.read_json(paths[STATE]) != state:
+        with replacing(paths[name], access) as temporary:
+            _write_stream(temporary, dataset, records)
+        for file, content in wanted.items():
+            hs_manifest.write_json(paths[file], content, access.file_mode, access.gid)
+        written = {f"{DIRECTORY}/{file}" for file in paths}
+    removed = set()
     for other in os.listdir(directory):
-        if other.endswith(".arrow") and other != name and is_ours(f"speculators/{other}"):
+        if other.endswith(".arrow") and other != name and is_ours(f"{DIRECTORY}/{other}"):
             os.unlink(os.path.join(directory, other))
-    return True
+            removed.add(f"{DIRECTORY}/{other}")
+    return written, removed
 
 
 def _write_stream(path: str, dataset: PackedDataset, records: np.ndarray) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import hs_manifest
 from hs_capture import dumpfile
 
-from . import arrow, vocab
+from . import arrow, together, vocab
 from .errors import Refusal
 from .formats import file_name, number_of
 from .hashes import file_hash
@@ -277,21 +277,32 @@ class _Collection:
                 self.changed |= remove(dest, file, links=True)
         if self.problems:
             return
-        if "speculators" in formats:
-            rows = np.full(len(lines), -1, dtype=np.int64)
-            for entry in lines:
-                rows[[number_of(file["file"]) for file in hs_manifest.files_of(entry) if file["file"].startswith("speculators/")]] = entry[
-                    "id"
-                ]
-            self.changed |= arrow.write_arrow(os.path.join(dest, "speculators"), self.dataset, rows, access)
-        if self.request.draft_vocab_size:
-            records = [entry["id"] for entry in lines]
-            self.changed |= vocab.write_vocab(dest, formats, self.dataset, records, self.request.draft_vocab_size, access)
+        self._write_together(lines, formats)
         if self.request.mode == "move":
             for source in self.request.sources:
                 shutil.rmtree(os.path.join(dest, INCOMING, source.host), ignore_errors=True)
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.join(dest, INCOMING))
+
+    def _write_together(self, lines: list[dict[str, Any]], formats: set[str]) -> None:
+        """What the trainers want to know of all records together; what was damaged since and is not wanted goes."""
+        dest, access, size = self.request.dest, self.access, self.request.draft_vocab_size
+        whole = together.whole_of(dest)
+        written: set[str] = set()
+        removed: set[str] = set()
+        if "speculators" in formats:
+            rows = np.full(len(lines), -1, dtype=np.int64)
+            for entry in lines:
+                names = (file["file"] for file in hs_manifest.files_of(entry) if file["file"].startswith("speculators/"))
+                rows[[number_of(name) for name in names]] = entry["id"]
+            written, removed = arrow.write_arrow(dest, self.dataset, rows, whole, access)
+        if size:
+            written |= vocab.write_vocab(dest, formats, self.dataset, [entry["id"] for entry in lines], size, whole, access)
+        for file in set(together.known_of(dest)) - whole - written - removed:
+            remove(dest, file)
+            removed.add(file)
+        together.note(dest, whole - written - removed, written, access)
+        self.changed |= bool(written or removed)
 
     def _write_index(self, merged: Merged) -> None:
         """One line a copy of a record, the used ones first: its manifest line, and `at`, its files as HOST:PATH."""

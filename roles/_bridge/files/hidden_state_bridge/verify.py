@@ -12,25 +12,23 @@ from typing import Any
 import hs_manifest
 from hs_capture import dumpfile
 
-from . import arrow
+from . import together
 from .errors import ConfigError, Refusal
 from .formats import number_of
 from .hashes import file_hash
+from .remedy import Remedy, remedy_in
 from .store import files_below
 
 THREADS = 8
-AGAIN = {
-    hs_manifest.EXTRACTION: "the next extraction writes it again",
-    hs_manifest.COLLECTION: "the next collection brings it again",
-}
 
 
 def verify(output_dir: str, sample: int | None, seed: int = 0, repair: bool = False, mend: bool = False) -> dict[str, Any]:
     """Check one host's output directory, or a collection.
 
     Every name and size is checked, and the files of `sample` records (chosen by seed; None for all) are hashed.
-    Returns `{ok, checked, records, tokens, bytes, running, problems: [{id, file, reason}], repaired}`: checked is the number of
-    files hashed. While an extractor is at work (`running`), files that are not in the manifest yet are no problem.
+    Returns `{ok, checked, records, tokens, bytes, running, problems: [{id, file, reason}], repaired, writer}`: checked is the number
+    of records' files that were hashed, writer the playbook that makes the files of records again. Files of all records together are
+    always read. While an extractor is at work (`running`), files that are not in the manifest yet are no problem.
 
     With `repair`, records with a missing, truncated or changed file lose their line and their files, and what is not in the
     manifest and named like a file of ours is removed: `repaired` lists them, `problems` what is left. `mend` does that without the
@@ -44,21 +42,28 @@ def verify(output_dir: str, sample: int | None, seed: int = 0, repair: bool = Fa
     if sample is not None and sample < 0:
         raise Refusal(f"a sample of {sample} files makes no sense; give 0 or more")
     collection = marker.get("kind") == hs_manifest.COLLECTION
-    again = AGAIN.get(marker.get("kind"), AGAIN[hs_manifest.EXTRACTION])
+    if marker.get("kind") not in (hs_manifest.EXTRACTION, hs_manifest.COLLECTION):
+        raise Refusal(
+            f"{output_dir} is marked as {marker.get('kind')!r}: nothing says what its files have to be; give an output directory of an"
+            " extraction, or a collection"
+        )
     lock = None
     try:
+        remedy = remedy_in(output_dir, marker["kind"])
         lock = hs_manifest.Lock(output_dir) if repair or (mend and not hs_manifest.is_locked(output_dir)) else None
         running = lock is None and hs_manifest.is_locked(output_dir)
         manifest = hs_manifest.Manifest(output_dir)
-        problems = _of_the_manifest(manifest, running, again, collection)
+        problems = _of_the_manifest(manifest, running, remedy, collection)
         if not running:
-            problems += _extra(manifest)
+            problems += _extra(manifest, remedy)
         repaired = _repair(manifest, problems, collection) if lock is not None and not repair else []
+        if not running:
+            problems += _of_all_together(manifest, remedy)
         entries = list(manifest.entries.values())
         chosen = entries if sample is None or sample >= len(entries) else random.Random(seed).sample(entries, sample)
         files = [(entry["id"], file) for entry in chosen for file in hs_manifest.files_of(entry)]
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-            hashed = list(filter(None, pool.map(lambda item: _hash_problem(output_dir, *item, again), files)))
+            hashed = list(filter(None, pool.map(lambda item: _hash_problem(output_dir, *item, remedy), files)))
         problems += [problem for problem, unread in hashed if not unread]
         repaired += _repair(manifest, problems, collection) if repair else []
         problems += [problem for problem, unread in hashed if unread]
@@ -77,6 +82,7 @@ def verify(output_dir: str, sample: int | None, seed: int = 0, repair: bool = Fa
         "running": running,
         "problems": problems,
         "repaired": repaired,
+        "writer": remedy.writer,
     }
 
 
@@ -84,31 +90,33 @@ def _problem(record: int | None, file: str, reason: str) -> dict[str, Any]:
     return {"id": record, "file": file, "reason": reason}
 
 
-def _hash_problem(output_dir: str, record: int, file: dict[str, Any], again: str) -> tuple[dict[str, Any], bool] | None:
+def _hash_problem(output_dir: str, record: int, file: dict[str, Any], remedy: Remedy) -> tuple[dict[str, Any], bool] | None:
     """What is wrong with a file's content, and whether that is unknown because reading failed."""
-    unread = False
+    unread, way = False, f"{remedy.repair} puts it back into the plan"
     try:
         if file_hash(os.path.join(output_dir, file["file"])) == file["sha256"]:
             return None
-        reason = (
-            "its content has another SHA-256 than the manifest says;"
-            f" verify.yml -e verify_repair=true puts it back into the plan, and {again}"
-        )
+        reason = "its content has another SHA-256 than the manifest says"
     except OSError as error:
         # A bad sector gives EIO, and so does a cable or a mount that comes back: only people can tell, so nothing is removed for it.
         unread = error.errno not in hs_manifest.GONE
-        remedy = "verify.yml -e verify_repair=true puts it back into the plan"
         if unread:
-            remedy = f"see to the file system and the permissions; where it stays so, remove the file, and {again}"
-        reason = f"cannot be read: {error.strerror}; {remedy}"
-    return _problem(record, file["file"], reason), unread
+            way = "see to the file system and the permissions; where it stays so, remove the file"
+        reason = f"cannot be read: {error.strerror}"
+    return _problem(record, file["file"], f"{reason}; {way}, and {remedy.again}"), unread
 
 
-def _of_the_manifest(manifest: hs_manifest.Manifest, running: bool, again: str, follow: bool) -> list[dict[str, Any]]:
+def _of_all_together(manifest: hs_manifest.Manifest, remedy: Remedy) -> list[dict[str, Any]]:
+    """Files of all records together that are not as run.json says."""
+    faults = {file: together.fault(manifest.path, file, about) for file, about in together.known_of(manifest.path).items()}
+    return [_problem(None, file, f"{fault}; {remedy.again}") for file, fault in sorted(faults.items()) if fault]
+
+
+def _of_the_manifest(manifest: hs_manifest.Manifest, running: bool, remedy: Remedy, follow: bool) -> list[dict[str, Any]]:
     """Lines that are not valid, and files that are missing or have another size."""
     problems = [_problem(None, hs_manifest.MANIFEST, f"line {number} is not valid") for number in manifest.broken]
     if manifest.torn and not running:
-        text = f"its last line is torn ({manifest.torn} bytes); the next extraction mends it"
+        text = f"its last line is torn ({manifest.torn} bytes); {remedy.maker} mends it"
         problems.append(_problem(None, hs_manifest.MANIFEST, text))
     problems += [_problem(record, hs_manifest.MANIFEST, "the record has more than one line") for record in manifest.repeated]
     for record, entry in manifest.stale.items():
@@ -117,17 +125,22 @@ def _of_the_manifest(manifest: hs_manifest.Manifest, running: bool, again: str, 
                 continue
             found = os.path.join(manifest.path, file["file"])
             there = f"has {os.lstat(found).st_size} bytes, the manifest says otherwise" if os.path.lexists(found) else "is missing"
-            problems.append(_problem(record, file["file"], f"{there}; {again}"))
+            problems.append(_problem(record, file["file"], f"{there}; {remedy.again}"))
     return problems
 
 
-def _extra(manifest: hs_manifest.Manifest) -> list[dict[str, Any]]:
+def _extra(manifest: hs_manifest.Manifest, remedy: Remedy) -> list[dict[str, Any]]:
     """Files below the format directories that no line names."""
     lines = [*manifest.entries.values(), *manifest.stale.values()]
     known = {file["file"] for entry in lines for file in hs_manifest.files_of(entry)}
+    known |= set(together.known_of(manifest.path))
     problems = []
     for file in sorted(files_below(manifest.path)):
-        if file not in known and not arrow.is_ours(file):
+        if file in known:
+            continue
+        if together.is_ours(file):
+            problems.append(_problem(None, file, f"is not in {hs_manifest.RUN}; {remedy.again}"))
+        else:
             left = dumpfile.temporary_pid(os.path.basename(file)) is not None
             problems.append(_problem(None, file, "left by an extractor that was killed" if left else "is not in the manifest"))
     return problems
@@ -145,6 +158,7 @@ def _repair(manifest: hs_manifest.Manifest, problems: list[dict[str, Any]], link
     removable = {file["file"] for entry in bad for file in hs_manifest.files_of(entry)}
     removable |= {problem["file"] for problem in problems if problem["id"] is None and _is_ours(problem["file"])}
     kept = {file for file in sorted(removable) if not remove(manifest.path, file, links)}
+    together.forget(manifest.path, removable - kept)
     repaired = [p for p in problems if p["file"] not in kept and (p["file"] in removable or p["file"] == hs_manifest.MANIFEST)]
     problems[:] = [problem for problem in problems if problem not in repaired]
     return repaired
@@ -174,7 +188,7 @@ def remove_unnamed(manifest: hs_manifest.Manifest) -> int:
 
 
 def _is_ours(file: str) -> bool:
-    return number_of(file) is not None or dumpfile.temporary_pid(os.path.basename(file)) is not None
+    return number_of(file) is not None or together.is_ours(file) or dumpfile.temporary_pid(os.path.basename(file)) is not None
 
 
 def remove(output_dir: str, file: str, links: bool = False) -> bool:

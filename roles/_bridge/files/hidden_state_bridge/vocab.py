@@ -20,7 +20,7 @@ from .packed import PackedDataset
 from .store import Access, replacing
 
 MAPPING = "vocab_mapping.pt"
-FREQUENCIES = "token_freq.pt"
+FREQUENCIES = "speculators/token_freq.pt"
 
 
 def count_tokens(dataset: PackedDataset, records: Iterable[int], vocab_size: int) -> np.ndarray:
@@ -59,30 +59,29 @@ def check(dataset: PackedDataset, draft_vocab_size: int) -> None:
 
 
 def write_vocab(
-    dest: str, formats: set[str], dataset: PackedDataset, records: Iterable[int], draft_vocab_size: int, access: Access
-) -> bool:
-    """Make the collection `dest` hold, for these records, what the formats' trainers want; returns whether that changed anything.
+    dest: str, formats: set[str], dataset: PackedDataset, records: Iterable[int], draft_vocab_size: int, whole: set[str], access: Access
+) -> set[str]:
+    """Make the collection `dest` hold, for these records, what the formats' trainers want; returns the paths that were written.
 
-    Raises Refusal for a token outside the vocabulary, and OSError.
+    whole: the paths whose files are as they were written. Raises Refusal for a token outside the vocabulary, and OSError.
     """
     import torch
 
     counts = count_tokens(dataset, records, dataset.meta["vocab_size"])
-    changed = False
+    contents: dict[str, dict[Any, Any]] = {}
     if "specforge" in formats:
         d2t, t2d = (torch.from_numpy(part) for part in make_mapping(counts, draft_vocab_size))
-        changed |= _write(os.path.join(dest, MAPPING), {"d2t": d2t, "t2d": t2d}, access)
+        contents[MAPPING] = {"d2t": d2t, "t2d": t2d}
     if "speculators" in formats:
         found = np.flatnonzero(counts)
-        frequencies = dict(zip(found.tolist(), counts[found].tolist()))
-        changed |= _write(os.path.join(dest, "speculators", FREQUENCIES), frequencies, access)
-    return changed
+        contents[FREQUENCIES] = dict(zip(found.tolist(), counts[found].tolist()))
+    return {file for file, content in contents.items() if _write(os.path.join(dest, file), content, file in whole, access)}
 
 
-def _write(path: str, content: dict[Any, Any], access: Access) -> bool:
+def _write(path: str, content: dict[Any, Any], whole: bool, access: Access) -> bool:
     import torch
 
-    if os.path.exists(path):
+    if whole:
         there = torch.load(path, weights_only=True)
         if there.keys() == content.keys() and all(torch.equal(*map(torch.as_tensor, (there[key], content[key]))) for key in content):
             return False
