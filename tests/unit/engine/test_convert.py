@@ -93,6 +93,8 @@ def run(tmp_path, packed):
         (["modelopt"], ["specforge", "safetensors"]),
         (["speculators"], ["safetensors"]),
         (["modelopt", "speculators"], ["speculators"]),
+        (["modelopt", "safetensors"], ["safetensors_zstd"]),
+        (["modelopt", "safetensors"], ["specforge", "speculators"]),
     ],
 )
 def test_one_format_becomes_others(run, source, targets):
@@ -115,6 +117,37 @@ def test_a_state_that_is_not_there_is_not_made_up(run, capsys):
     run.source, run.output = run.output, run.directory / "again"
     run.convert("speculators", status=2)
     assert "which is what files of the format safetensors hold" in capsys.readouterr().err
+
+
+def test_all_that_was_captured_is_kept_where_one_of_several_formats_keeps_it(run):
+    run.make("modelopt", "safetensors").convert("safetensors_zstd")
+    entry = hm.Manifest(str(run.output)).entries[0]
+    content = FORMATS["safetensors_zstd"].load(str(run.output / entry["file"]), NAMES)
+    assert {dumpfile.POST_NORM, dumpfile.PRE_NORM} <= set(content.tensors)
+
+
+def test_formats_that_no_one_format_serves_are_converted_one_at_a_time(run, capsys):
+    run.make("specforge", "speculators").convert("modelopt", "speculators", status=2)
+    message = capsys.readouterr().err
+    assert "No one format there serves all of modelopt, speculators, but each is served by one: convert them one at a time" in message
+    assert "extract again" not in message
+    run.convert("modelopt")
+    run.check("modelopt")
+
+
+def test_a_bad_file_of_a_conversion_names_the_conversion(run, capsys):
+    run.make("safetensors").convert("safetensors_zstd")
+    run.source, run.output = run.output, run.directory / "again"
+    flipped = run.source / "safetensors_zstd/rows_0-2000/data_2.safetensors.zst"
+    flipped.write_bytes(flipped.read_bytes()[:-1] + b"\x7f")
+    repair = f"verify.yml -e verify_repair=true -e extraction_output_dir={run.source.parent}"
+    run.convert("specforge", status=1)
+    assert f"has another SHA-256 than the manifest says; run {repair} and convert.yml" in capsys.readouterr().out
+    [problem] = verify(str(run.source), None)["problems"]
+    assert f"{repair} puts it back into the plan, and the next convert.yml writes it again" in problem["reason"]
+    result = hosts.collection(run.directory / "collected", [run.source], run.packed, mode="copy")
+    assert f"run {repair} and convert.yml, then collect again" in result["problems"][0]["reason"]
+    assert verify(str(run.source), None, repair=True)["writer"] == "convert.yml"
 
 
 def test_a_bad_file_is_named_and_the_others_are_converted(run, capsys):

@@ -29,8 +29,10 @@ from .errors import ConfigError, Refusal
 from .formats import FORMATS, unfit
 from .formats.files import Stored
 from .hashes import file_hash
+from .merge import formats_of
 from .packed import PackedDataset, Record
 from .progress import Progress, free_bytes
+from .remedy import remedy_of
 
 LOG_SECONDS = 10.0
 STATUS_SECONDS = 1.0
@@ -125,15 +127,22 @@ class Conversion:
         if not self.source.entries:
             raise ConfigError(f"{self.config.source_dir} has no record that is done; run extract.yml first")
         captured = ((self.run.get("provenance") or {}).get("converted_from") or self.run["identity"])["final"]
-        there = sorted({file["file"].partition("/")[0] for entry in self.source.entries.values() for file in hs_manifest.files_of(entry)})
-        reasons = []
-        for name in there:
+        there = {name for entry in self.source.entries.values() for name in formats_of(entry)}
+        reasons, serves = [], {}
+        # What keeps all that was captured comes first.
+        for name in sorted(there, key=lambda name: (FORMATS[name].KEEPS is not None, name)):
             final = FORMATS[name].KEEPS or captured
             reason = unfit(self.config.formats, final)
             if not reason:
                 self.format, self.final = name, final
                 return
             reasons.append(f"{reason}, which is what files of the format {name} hold")
+            serves.update({target: name for target in self.config.formats if not unfit((target,), final)})
+        if len(serves) == len(self.config.formats):
+            raise ConfigError(
+                f"{self.config.source_dir}: {'; '.join(reasons)}. No one format there serves all of {', '.join(self.config.formats)}, but"
+                " each is served by one: convert them one at a time, each into a directory of its own"
+            )
         raise ConfigError(
             f"{self.config.source_dir}: {'; '.join(reasons)}. One state cannot be made from the other (the norm loses the length of a row, and"
             " its weights are the model's): extract again with extraction_final: both, or the one that the format needs"
@@ -229,7 +238,7 @@ class Conversion:
         except OSError as error:
             raise RecordUnfit(f"{path} cannot be read: {error.strerror}") from error
         if not same:
-            raise RecordUnfit(f"{path} has another SHA-256 than the manifest says; run verify.yml -e verify_repair=true and extract.yml")
+            raise RecordUnfit(f"{path} has another SHA-256 than the manifest says; {remedy_of(self.config.source_dir, self.run).commands}")
         names = [dumpfile.layer_name(layer) for layer in self.run["identity"]["layers"]]
         try:
             content = FORMATS[self.format].load(path, names)
