@@ -61,6 +61,8 @@ class StateType(NamedTuple):
 
 STATE_DTYPES = {"bfloat16": StateType("BF16", 2), "float16": StateType("F16", 2), "float32": StateType("F32", 4)}
 _SUFFIX = ".safetensors"
+_ERROR = ".error.json"
+_NAME = re.compile(rf"(.+?)(?:\.\d+(?:{re.escape(_SUFFIX)}|\.fp\d+)|{re.escape(_ERROR)})\Z")
 _TEMPORARY = re.compile(r"\..+\.tmp-(\d+)\Z")
 _SPARE = re.compile(r"\.spare-\d+\Z")
 _STATE_NAME = re.compile(rf"(layer_\d+|{POST_NORM}|{PRE_NORM})\Z")
@@ -93,12 +95,18 @@ def dump_name(rid: str, start: int) -> str:
 
 def error_name(rid: str) -> str:
     """File name of the error marker of `rid`."""
-    return f"{check_rid(rid)}.error.json"
+    return f"{check_rid(rid)}{_ERROR}"
 
 
 def fingerprint_name(rid: str, start: int, rank: int) -> str:
     """File name of what tensor parallel rank `rank` says of the piece of `rid` that begins at token `start`."""
     return f"{check_rid(rid)}.{start}.fp{rank}"
+
+
+def rid_of(name: str) -> str:
+    """The rid, which may hold dots, of a dump, error marker or file of fingerprints; empty for any other name."""
+    match = _NAME.match(name)
+    return match[1] if match else ""
 
 
 def temporary_name(name: str, pid: int | None = None) -> str:

@@ -134,3 +134,10 @@ def test_metadata_that_disagree_are_refused(tmp_path: Path, change: dict[str, st
     save_file(tensors(), path, metadata={**metadata, **change})
     with pytest.raises(dumpfile.DumpError, match=reason):
         dumpfile.read_dump(path)
+
+
+@pytest.mark.parametrize("rid", ["hsb-a-0-0", "team.a-0-0", "a.0.safetensors", "a.1", "a.fp0"])
+def test_the_rid_of_each_name_is_told_whatever_dots_it_has(rid: str) -> None:
+    names = (dumpfile.dump_name(rid, 16), dumpfile.fingerprint_name(rid, 0, 3), dumpfile.error_name(rid))
+    assert [dumpfile.rid_of(name) for name in names] == [rid] * 3
+    assert [dumpfile.rid_of(name) for name in (f"{names[0]}.tmp-1", f"{rid}.json", "capture.json")] == [""] * 3

@@ -259,17 +259,18 @@ def test_a_sweep_that_fails_is_said_and_ends_nothing(site, monkeypatch, capsys):
     assert said.count(f"dumps that nobody awaits cannot be removed: [Errno 5] Input/output error: '{site.dumps}'") > 3
 
 
-def test_dumps_that_came_too_late_do_not_stay(site, capsys):
-    extraction = Extraction(read_config(site.config))
+@pytest.mark.parametrize("prefix", ["hsb-", "team.a-", "a.0."])
+def test_dumps_that_came_too_late_do_not_stay(site, capsys, prefix):
+    extraction = Extraction(read_config({**site.config, "rid_prefix": prefix}))
     stem = extraction.config.rid_stem
     server = FakeServer(str(site.dumps))
-    for rid, fault in ((f"{stem}1-0", "pieces"), (f"{stem}1-1", "ok"), (f"{stem}10-0", "marker"), ("hsb-other-1-0", "ok")):
+    for rid, fault in ((f"{stem}1-0", "pieces"), (f"{stem}1-1", "ok"), (f"{stem}10-0", "marker"), (f"{prefix}other-1-0", "ok")):
         server.dump(rid, [1, 2, 3, 4], fault)
     extraction._awaited = {f"{stem}1-1"}
     with ThreadPoolExecutor(1) as extraction._pool:
         asyncio.run(extraction._sweep())
         asyncio.run(extraction._sweep())
-    assert sorted(os.listdir(site.dumps)) == sorted([f"{stem}1-1.0.safetensors", "hsb-other-1-0.0.safetensors"])
+    assert sorted(os.listdir(site.dumps)) == sorted([f"{stem}1-1.0.safetensors", f"{prefix}other-1-0.0.safetensors"])
     assert capsys.readouterr().out == "removed 3 dumps that came too late, or that nobody awaits\n"
 
 

@@ -322,7 +322,7 @@ def sweep(directory: str, prefix: str, stem: str, awaited: Set[str], seconds: fl
     # The look before the comparison: whatever is awaited by then was so before its dump came.
     late = []
     for name in names(directory, prefix):
-        if name.partition(".")[0] not in awaited if name.startswith(stem) else _is_left(directory, name, seconds):
+        if dumpfile.rid_of(name) not in awaited if name.startswith(stem) else _is_left(directory, name, seconds):
             late.append(name)
     unlink(directory, late)
     return len(late)
