@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""When a play proves the capture: always, but not beside an extractor that is at work with that very server."""
+"""When a play proves the capture: always, but not beside an extractor that is at work with that very server.
+
+The module that tells the service manager is a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import grp
 import json
 import os
 import pwd
+import shutil
 import subprocess
 import sys
 import time
@@ -29,27 +33,41 @@ echo "$@" >> "$(dirname "$0")/asked"
 echo the table
 echo '{"ok": true, "prints": {}}'
 """
+MANAGER = """
+from ansible.module_utils.basic import AnsibleModule
+names = ("name", "state", "manager", "state_dir", "stop_timeout")
+module = AnsibleModule({name: {"type": "raw"} for name in names}, supports_check_mode=True)
+if not module.check_mode:
+    with open("ASKED", "a") as file:
+        print(module.params["name"], module.params["state"], file=file)
+module.exit_json(changed=True, action="stop", service={"since": None})
+"""
+PROVED = ["hidden-state-extraction stopped", "canary"]
 
 
 @pytest.fixture
 def prove(tmp_path):
-    """Runs the play on a host whose server was started then, and returns whether records were captured, and what was said."""
+    """Runs the play on a host whose server was started then; returns what service and extractor were told, in order, and what was said."""
+    home = tmp_path / "collections" / "ansible_collections" / "hidden_state" / "bridge"
+    shutil.copytree(ROOT / "plugins", home / "plugins", ignore=shutil.ignore_patterns("__pycache__"))
+    (home / "roles").symlink_to(ROOT / "roles")
+    (home / "plugins" / "modules" / "managed_service.py").write_text(MANAGER.replace("ASKED", str(tmp_path / "asked")))
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
     (tmp_path / "ansible.cfg").touch()
     (tmp_path / "play.yml").write_text(PLAY)
     environment = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "LC_ALL": "C.UTF-8", "TZ": "Asia/Tokyo"}
-    environment["ANSIBLE_COLLECTIONS_PATH"] = str(ROOT / "playbooks" / "collections")
+    environment["ANSIBLE_COLLECTIONS_PATH"] = str(tmp_path / "collections")
 
-    def run(since, *arguments):
-        server = {"release": "0.5.20", "capture_args": [], "manager": "systemd", "model": {"hidden_size": 8}}
+    def run(since, *arguments, before=None, action="none"):
+        server = {"release": "0.5.20", "capture_args": [], "manager": "systemd", "model": {"hidden_size": 8}, "service": {"since": before}}
         server.update(attention_backend="", gpu_architecture="")
         host = {
             "ansible_connection": "local",
             "ansible_python_interpreter": sys.executable,
             "sglang_server_info": server,
-            "_service_result": {"service": {"since": since}},
+            "_service_result": {"action": action, "service": {"since": since}},
             "dataset_stage_packed": {"path": "/data/d"},
             "extraction_identity": IDENTITY,
             "extraction_plan": {"run": hm.run_of(IDENTITY), "share": "0-9"},
@@ -65,9 +83,9 @@ def prove(tmp_path):
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         asked = tmp_path / "asked"
-        captured = asked.exists()
+        told = ["canary" if " canary " in line else line for line in asked.read_text().splitlines()] if asked.exists() else []
         asked.unlink(missing_ok=True)
-        return captured, done.stdout
+        return told, done.stdout
 
     return run
 
@@ -87,14 +105,22 @@ def extractor(tmp_path):
 
 
 def test_without_an_extractor_at_work_the_capture_is_proved(prove, tmp_path):
-    assert prove(time.time(), "--check")[0] is False and not (tmp_path / "state").exists()
-    captured, said = prove(time.time())
-    assert captured and "the table" in said and (tmp_path / "state" / "extraction" / "config.json").exists()
+    assert prove(time.time(), "--check")[0] == [] and not (tmp_path / "state").exists()
+    told, said = prove(time.time())
+    assert told == PROVED and "the table" in said and (tmp_path / "state" / "extraction" / "config.json").exists()
 
 
 @pytest.mark.usefixtures("extractor")
 def test_beside_an_extractor_only_a_server_that_came_after_it_is_proved(prove, tmp_path):
-    assert prove(time.time() - 90)[0] is False
+    assert prove(time.time() - 90)[0] == []
     # So that the role sees what changed in it.
     assert not (tmp_path / "state" / "extraction" / "config.json").exists()
-    assert prove(time.time() - 30)[0] is True
+    # Whatever it wrote until the answer is there would stay done, right or wrong.
+    assert prove(time.time() - 30)[0] == PROVED
+
+
+@pytest.mark.usefixtures("extractor")
+def test_a_process_whose_start_is_not_known_counts_as_the_one_before_only_where_nothing_was_started(prove):
+    before = time.time() - 90
+    assert prove(None, before=before)[0] == []
+    assert prove(None, before=before, action="restart")[0] == PROVED

@@ -24,9 +24,9 @@ PLAY = """
 SERVICE = """
 - ansible.builtin.set_fact:
     _service_result:
-      action: "{{ 'start' if _service_state != 'started' or __sglang_server_node in dead else 'none' }}"
+      action: "{{ 'start' if _service_state not in ['started', 'launched'] or __sglang_server_node | default('one') in dead else 'none' }}"
       service: {pid: 1, since: 1}
-- ansible.builtin.debug: {msg: "told {{ __sglang_server_node }} {{ _service_state }} {{ __rank | join(' ') }}"}
+- ansible.builtin.debug: {msg: "told {{ __sglang_server_node | default('one') }} {{ _service_state }} {{ __rank | default([]) | join(' ') }}"}
 """
 # Its first look finds a head that loads, and so does each later one unless the play says otherwise.
 HEALTH = """
@@ -116,3 +116,28 @@ def test_the_wait_goes_round_until_the_head_is_done_or_time_is_up(play, head, ro
     status, said = play("nodes_wait", head=head, __sglang_server_others={}, **WAITED)
     assert status == 0, said
     assert said.count("TASK [hidden_state.bridge.sglang_server : Wait a round for the head]") == rounds
+
+
+@pytest.mark.parametrize(
+    "dead, state, target, done",
+    [
+        (["one"], "launched", "capture", True),
+        ([], "restarted", "capture", True),
+        ([], "launched", "capture", False),
+        (["one"], "launched", "serving", False),
+        (["one"], "present", "capture", False),
+    ],
+)
+def test_what_is_to_be_done_while_a_capture_server_loads_is_done_before_it_is_waited_for(play, tmp_path, dead, state, target, done):
+    """Whatever decided that it starts anew, and not beside one that was left as it was."""
+    (tmp_path / "loading.yml").write_text('- ansible.builtin.debug: {msg: "told while loading"}')
+    how = {
+        "__sglang_server_service_state": state,
+        "sglang_server_state": target,
+        "sglang_server_tasks_while_loading": f"{tmp_path}/loading.yml",
+    }
+    status, said = play("service", dead=dead, __sglang_server_others={}, head={"state": "ready"}, **how, **WAITED)
+    assert status == 0, said
+    assert re.findall(r"told ([\w ]+?) *\"", said) == [f"one {state}", *["while loading"] * done]
+    waits = said.find("TASK [hidden_state.bridge.sglang_server : Wait a round")
+    assert not done or 0 < said.find("told while loading") < waits
