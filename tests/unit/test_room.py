@@ -255,3 +255,27 @@ def test_the_report_takes_whatever_a_failure_says(evaluate):
         bridge_failure={"__ansible_unsafe": said},
     )["one"]
     assert {name: row["broke"] for name, row in found.items()} == dict.fromkeys(TOKENS, said)
+
+
+@pytest.mark.parametrize(
+    ("complete", "failed", "state", "until", "passes"),
+    [
+        (True, 0, "done", "", True),
+        # Of a pilot more may be done than was asked for.
+        (True, 1, "incomplete", "", False),
+        (False, 0, "stopped", "", False),
+        (False, 0, "stopped", "06:00", True),
+        (False, 1, "stopped", "06:00", False),
+        (False, 0, "failed", "06:00", False),
+    ],
+)
+def test_a_run_with_records_that_are_left_or_failed_has_a_status_other_than_0(evaluate, complete, failed, state, until, passes):
+    condition = last_task("extraction", "report")["ansible.builtin.assert"]["that"]
+    found = evaluate(
+        {"ansible.builtin.set_fact": {"passes": "{{ %s }}" % condition}},
+        "passes",
+        __extraction_totals={"complete": complete, "failed": failed},
+        __report={"hosts": [{"state": state}]},
+        extraction_until=until,
+    )
+    assert found["one"] is passes
