@@ -39,6 +39,10 @@ options:
         description: Bytes that are going to be written there. Paths on one file system are added up.
         type: int
         default: 0
+      removable:
+        description: What the names of files begin with that lie in the directory and are removed before anything is written. They count as free.
+        type: str
+        default: ''
 """
 
 EXAMPLES = r"""
@@ -58,13 +62,15 @@ problems:
   elements: dict
 paths:
   description:
-    - Each path with C(existing), the directory probed, C(free), the bytes free there, and C(network), type and source of its
+    - Each path with C(existing), the directory probed, C(free), the bytes free there, C(removable), what its
+      removable files take of the rest, and C(network), type and source of its
       file system where that is one that other hosts may see too, else empty.
   returned: always
   type: list
   elements: dict
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -145,10 +151,31 @@ def user_name() -> str:
         return f"user {os.geteuid()}"
 
 
+def free_bytes(directory: str) -> int:
+    """What this user may still write there."""
+    vfs = os.statvfs(directory)
+    return vfs.f_bavail * vfs.f_frsize
+
+
+def removable_bytes(directory: str, prefix: str) -> int:
+    """What the regular files there take whose names begin so; 0 without a prefix, or where they cannot be listed."""
+    total = 0
+    try:
+        with os.scandir(directory) as listed:
+            for one in listed if prefix else ():
+                if one.name.startswith(prefix) and one.is_file(follow_symlinks=False):
+                    # Another process may have removed it.
+                    with contextlib.suppress(FileNotFoundError):
+                        total += one.stat(follow_symlinks=False).st_blocks * 512
+    except OSError:
+        return 0
+    return total
+
+
 def probe(entry: dict) -> tuple[dict, list[dict]]:
     """Probe one path; return (findings, problems)."""
     path, variable = entry["path"], entry["variable"]
-    found = {"path": path, "existing": nearest_existing(path), "free": None, "device": None, "network": ""}
+    found = {"path": path, "existing": nearest_existing(path), "free": None, "removable": 0, "device": None, "network": ""}
 
     def problem(what: str, remedy: str) -> tuple[dict, list[dict]]:
         return found, [{"what": f"{variable}: {what}", "remedy": remedy}]
@@ -160,18 +187,19 @@ def probe(entry: dict) -> tuple[dict, list[dict]]:
         return problem(f"{path} is a symbolic link", f"set {variable} to the directory itself, or remove the link")
     if not os.path.isdir(found["existing"]):
         return problem(f"{found['existing']} is not a directory", f"move it away, or set {variable} to another directory")
+    if found["existing"] == path:
+        found["removable"] = removable_bytes(path, entry.get("removable", ""))
     failed = write_probe(found["existing"])
-    if failed is not None:
-        full = failed.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = failed is not None and failed.errno in (errno.ENOSPC, errno.EDQUOT)
+    if failed is not None and not (full and found["removable"]):
         return problem(
             f"cannot write to {found['existing']}: {failed.strerror or failed}",
             f"free space there, or set {variable} to a directory on another file system"
             if full
             else f"make it writable for {user_name()}, or set {variable} to a directory that is",
         )
-    vfs = os.statvfs(found["existing"])
     device = os.stat(found["existing"]).st_dev
-    found.update(free=vfs.f_bavail * vfs.f_frsize, device=device, network=network_of(device, mountinfo()))
+    found.update(free=free_bytes(found["existing"]), device=device, network=network_of(device, mountinfo()))
     return found, []
 
 
@@ -180,7 +208,8 @@ def shortages(entries: list[dict], found: list[dict]) -> list[dict]:
     problems = []
     for device in sorted({item["device"] for item in found if item["device"] is not None}):
         here = [(entry, item) for entry, item in zip(entries, found) if item["device"] == device]
-        need, free = sum(entry["bytes"] for entry, _item in here), here[0][1]["free"]
+        need = sum(entry["bytes"] for entry, _item in here)
+        free = here[0][1]["free"] + sum(item["removable"] for _entry, item in here)
         if need > free:
             names = ", ".join(f"{entry['path']} ({entry['variable']})" for entry, _item in here if entry["bytes"])
             problems.append(
@@ -203,6 +232,7 @@ def main() -> None:
                     "path": {"type": "path", "required": True},
                     "variable": {"type": "str", "required": True},
                     "bytes": {"type": "int", "default": 0},
+                    "removable": {"type": "str", "default": ""},
                 },
             },
         },

@@ -55,6 +55,26 @@ def test_needs_on_one_file_system_are_added_up(tmp_path):
     assert path_probe.shortages(entries[:1], found[:1]) == []
 
 
+def test_what_is_removed_before_anything_is_written_counts_as_free(tmp_path, monkeypatch):
+    for name in ("hsb-a-1.0.safetensors", "other.0.safetensors"):
+        (tmp_path / name).write_bytes(b"x" * (1 << 20))
+    (tmp_path / "hsb-directory").mkdir()
+    (tmp_path / "hsb-link").symlink_to(tmp_path / "other.0.safetensors")
+    monkeypatch.setattr(path_probe, "free_bytes", lambda _path: 0)
+    dumps = dict(entry(tmp_path, 1 << 20, "extraction_dump_dir"), removable="hsb-")
+    found, problems = path_probe.probe(dumps)
+    assert problems == [] and found["removable"] >= 1 << 20 and found["removable"] < 2 << 20
+    assert path_probe.shortages([dumps], [found]) == []
+    # Whatever else is to be written to that file system is counted first.
+    entries = [entry(tmp_path, 1 << 20), dumps]
+    (problem,) = path_probe.shortages(entries, [path_probe.probe(item)[0] for item in entries])
+    assert "0.0 GB needed" in problem["what"] and problem["remedy"].startswith("free 0.0 GB there")
+    # Even where they have left no room for the probe.
+    monkeypatch.setattr(path_probe, "write_probe", lambda _path: OSError(errno.ENOSPC, "No space left on device"))
+    assert path_probe.probe(dumps)[1] == [] and path_probe.probe(entry(tmp_path))[1] != []
+    assert path_probe.removable_bytes(str(tmp_path / "not there"), "hsb-") == path_probe.removable_bytes(str(tmp_path), "") == 0
+
+
 def test_a_full_file_system_asks_for_room(tmp_path, monkeypatch):
     def full(_handle):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -54,7 +54,7 @@ def evaluate(tmp_path):
 def problems(evaluate, **variables) -> dict:
     """What preflight of the extraction says where nothing else is wrong."""
     fine = {
-        "sglang_server_info": {"key_found": False},
+        "sglang_server_info": {"key_found": False, "service": {"mode": "serving"}},
         "extraction_api_key": "",
         "extraction_output_dir": "/data/states",
         "extraction_dump_dir": "/data/dumps",
@@ -154,6 +154,24 @@ def test_a_data_set_that_is_staged_where_nobody_looks_is_refused(evaluate):
     assert [problem["what"] for problem in found] == ["data sets are staged into /data/sets, and the extractor looks into /elsewhere"]
 
 
+@pytest.mark.parametrize(("mode", "directory", "enough"), [("capture", "/dev/shm/d", True), ("serving", "/dev/shm/d", False)])
+def test_dumps_that_the_next_start_removes_do_not_take_the_memory_of_the_server(evaluate, mode, directory, enough):
+    """They count against the group of the process that wrote them, which is not there any more where it was started anew.
+
+    One record of one token at 500 bytes is wanted.
+    """
+    server = {"key_found": False, "memory": {"limit": 1000, "used": 800}, "service": {"mode": mode}}
+    found = problems(
+        evaluate,
+        sglang_server_info=server,
+        extraction_dump_dir=directory,
+        extraction_concurrency=1,
+        dataset_stage_packed={"meta": {"max_length": 1}},
+        __extraction_paths={"problems": [], "paths": [dict(OUTPUT, network=""), {"removable": 300}]},
+    )["one"]
+    assert [problem["what"].partition(",")[0] for problem in found] == (not enough) * ["the memory limit of the server leaves 200 bytes"]
+
+
 def by_host(one: object, two: object) -> str:
     """A variable that has another value on each of the hosts."""
     return "{{ %s[inventory_hostname] }}" % json.dumps({"one": one, "two": two})
@@ -162,6 +180,7 @@ def by_host(one: object, two: object) -> str:
 def of_one_run(evaluate, one=None, two=None, before=None, **variables) -> dict:
     """What preflight says where the servers of the hosts differ so, and `before` made what lies on the second one."""
     server = {"release": "0.5.20", "attention_backend": "", "gpu_architecture": "9.0", "key_found": False}
+    server["service"] = {"mode": "serving"}
     identity = {"weights": "w", "layers": [1, 3, 4]}
     expression = yaml.safe_load((ROOT / "roles/extraction/vars/main.yml").read_text())["__extraction_run_problems"]
     lies = {"conflict": "", "records_done": 7, "provenance": before or {}}

@@ -11,11 +11,8 @@ import os
 import pytest
 
 import hs_manifest as hm
-<<<<<<< HEAD
-from hidden_state_bridge import verify as verify_module
-=======
 from ansible_collections.hidden_state.bridge.plugins.module_utils import run_directories
->>>>>>> 244d6a4 (Verify the data set and the mapping of a collection against size and hash in its run.json, name the playbook that writes a bad file again, and leave adopted directories alone: damage passed, and a repair deleted others' states)
+from hidden_state_bridge import verify as verify_module
 from hidden_state_bridge.__main__ import main
 from hidden_state_bridge.errors import Refusal
 from hidden_state_bridge.verify import verify
