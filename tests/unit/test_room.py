@@ -16,6 +16,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = {"one": 60_000_000, "two": 45_000_000}
 WHOLE = '{"version": "3.11", "glibc": "2.36", "machine": "x86_64", "missing": []}'
+MODULE = "hidden_state.bridge.server_return"
 OUTPUT = {"path": "/data/states", "network": "nfs4 filer:/export", "free": 100_000_000_000}
 
 
@@ -170,6 +171,22 @@ def test_dumps_that_the_next_start_removes_do_not_take_the_memory_of_the_server(
         __extraction_paths={"problems": [], "paths": [dict(OUTPUT, network=""), {"removable": 300}]},
     )["one"]
     assert [problem["what"].partition(",")[0] for problem in found] == (not enough) * ["the memory limit of the server leaves 200 bytes"]
+
+
+@pytest.mark.parametrize("name", ["settle", "main"])
+@pytest.mark.parametrize("set_to", [{}, {"sglang_server_stop_timeout": 1000, "sglang_server_port_timeout": 7}])
+def test_whoever_holds_the_return_off_waits_as_long_as_it_may_take(evaluate, name, set_to):
+    def patience(role, name):
+        tasks = yaml.safe_load((ROOT / f"roles/{role}/tasks/{name}.yml").read_text())
+        (held,) = [task[MODULE] for task in tasks if task.get(MODULE, {}).get("state") == "held"]
+        return held["patience"]
+
+    defaults = yaml.safe_load((ROOT / "roles/sglang_server/defaults/main.yml").read_text())
+    server = {key: set_to.get(key, defaults[key]) for key in ("sglang_server_stop_timeout", "sglang_server_port_timeout")}
+    wanted = evaluate({"ansible.builtin.set_fact": {"seconds": patience("sglang_server", "main")}}, "seconds", **server)
+    variables = yaml.safe_load((ROOT / "roles/extraction/vars/main.yml").read_text())
+    own = {"__extraction_return_patience": variables["__extraction_return_patience"], **set_to}
+    assert evaluate({"ansible.builtin.set_fact": {"seconds": patience("extraction", name)}}, "seconds", **own) == wanted
 
 
 def by_host(one: object, two: object) -> str:
