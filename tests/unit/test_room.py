@@ -27,10 +27,10 @@ def last_task(role: str, name: str) -> dict:
 
 @pytest.fixture
 def evaluate(tmp_path):
-    """Runs one task for two hosts with those variables, and returns the fact that it sets."""
+    """Runs one task for two hosts, or those that are given with their tokens, with those variables; returns the fact that it sets."""
     (tmp_path / "ansible.cfg").touch()
 
-    def run(task: dict, fact: str, **variables) -> dict:
+    def run(task: dict, fact: str, given: dict = TOKENS, **variables) -> dict:
         show = {
             "ansible.builtin.copy": {
                 "content": "{{ %s | to_json }}" % fact,
@@ -40,7 +40,7 @@ def evaluate(tmp_path):
         }
         (tmp_path / "play.yml").write_text(json.dumps([{"hosts": "all", "gather_facts": False, "tasks": [task, show]}]))
         local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, **variables}
-        plans = {name: {"bytes": tokens * 500, "tokens": tokens, "bytes_per_token": 500} for name, tokens in TOKENS.items()}
+        plans = {name: {"bytes": tokens * 500, "tokens": tokens, "bytes_per_token": 500} for name, tokens in given.items()}
         hosts = {name: dict(local, extraction_plan=plan) for name, plan in plans.items()}
         (tmp_path / "hosts.json").write_text(json.dumps({"all": {"hosts": hosts}}))
         command = [str(Path(sys.executable).parent / "ansible-playbook"), "play.yml", "-i", "hosts.json"]
@@ -189,26 +189,31 @@ def test_whoever_holds_the_return_off_waits_as_long_as_it_may_take(evaluate, nam
     assert evaluate({"ansible.builtin.set_fact": {"seconds": patience("extraction", name)}}, "seconds", **own) == wanted
 
 
-def by_host(one: object, two: object) -> str:
+def by_host(one: object, two: object, three: object = None) -> str:
     """A variable that has another value on each of the hosts."""
-    return "{{ %s[inventory_hostname] }}" % json.dumps({"one": one, "two": two})
+    return "{{ %s[inventory_hostname] }}" % json.dumps({"one": one, "two": two, "three": three})
 
 
-def of_one_run(evaluate, one=None, two=None, before=None, **variables) -> dict:
-    """What preflight says where the servers of the hosts differ so, and `before` made what lies on the second one."""
+def of_one_run(evaluate, one=None, two=None, before=None, three=None, **variables) -> dict:
+    """What preflight says where the servers of the hosts differ so, and `before` made what lies on the second one.
+
+    There is a third host where it is told of.
+    """
     server = {"release": "0.5.20", "attention_backend": "", "gpu_architecture": "9.0", "key_found": False}
     server["service"] = {"mode": "serving"}
     identity = {"weights": "w", "layers": [1, 3, 4]}
     expression = yaml.safe_load((ROOT / "roles/extraction/vars/main.yml").read_text())["__extraction_run_problems"]
     lies = {"conflict": "", "records_done": 7, "provenance": before or {}}
     fine = {
-        "sglang_server_info": by_host({**server, **(one or {})}, {**server, **(two or {})}),
+        "sglang_server_info": by_host(*({**server, **(own or {})} for own in (one, two, three))),
         "extraction_identity": identity,
         "extraction_allow_mixed": False,
         "__extraction_output_dir": "/out/host",
-        "__extraction_before": by_host({"conflict": ""}, lies),
+        "__extraction_before": by_host({"conflict": ""}, lies, {"conflict": ""}),
         "__extraction_run_problems": expression.replace("extraction_plan.left.records", str(variables.pop("left", 5))),
     }
+    if three:
+        variables["given"] = {**TOKENS, "three": 1}
     return {name: [problem["what"] for problem in found] for name, found in problems(evaluate, **{**fine, **variables}).items()}
 
 
@@ -232,6 +237,24 @@ def test_hosts_of_another_run_are_refused_with_both_identities(evaluate):
 def test_what_would_mix_releases_backends_or_architectures_is_refused_unless_that_is_allowed(evaluate, key, value, said):
     assert of_one_run(evaluate, two={key: value}) == {"one": [], "two": [said]}
     assert of_one_run(evaluate, two={key: value}, extraction_allow_mixed="true") == {"one": [], "two": []}
+
+
+def test_an_architecture_is_held_against_the_first_host_that_told_one(evaluate):
+    silent, other = {"gpu_architecture": ""}, {"gpu_architecture": "12.0"}
+    said = ["GPU architecture is 12.0 here and 9.0 on two"]
+    assert of_one_run(evaluate, one=silent, three=other) == {"one": [], "two": [], "three": said}
+    assert of_one_run(evaluate, one=silent, two=silent, three=silent) == {"one": [], "two": [], "three": []}
+
+
+def test_an_architecture_that_is_not_told_stays_the_one_that_made_the_records(evaluate):
+    """Else the settings change, and an extractor at work is started again."""
+    settings = yaml.safe_load((ROOT / "roles/extraction/vars/main.yml").read_text())["__extraction_settings"]
+    server = {"one": {"gpu_architecture": ""}, "two": {"gpu_architecture": "12.0"}}
+    before = {"one": {"provenance": {"gpu_architecture": "9.0"}}, "two": {"provenance": {"gpu_architecture": "9.0"}}}
+    task = {"ansible.builtin.set_fact": {"told": settings["provenance"]["gpu_architecture"]}}
+    told = {"sglang_server_info": by_host(*server.values()), "__extraction_before": by_host(*before.values())}
+    assert evaluate(task, "told", **told) == {"one": "9.0", "two": "12.0"}
+    assert evaluate(task, "told", **{**told, "__extraction_before": {"skipped": True}}) == {"one": "", "two": "12.0"}
 
 
 def test_what_made_the_records_that_are_there_counts_too(evaluate):
