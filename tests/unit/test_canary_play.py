@@ -10,6 +10,7 @@ import grp
 import json
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -22,12 +23,7 @@ import hs_manifest as hm
 
 ROOT = Path(__file__).resolve().parents[2]
 IDENTITY = {"dataset": "d", "weights": "w", "layers": [1], "final": "post_norm", "dtype": "float32"}
-PLAY = """
-- hosts: sglang
-  gather_facts: true
-  tasks:
-    - ansible.builtin.include_role: {name: hidden_state.bridge.extraction, tasks_from: canary}
-"""
+PROVE = {"ansible.builtin.include_role": {"name": "hidden_state.bridge.extraction", "tasks_from": "canary"}}
 PYTHON = """#!/bin/sh
 echo "$@" >> "$(dirname "$0")/asked"
 echo the table
@@ -56,11 +52,11 @@ def prove(tmp_path):
     python.write_text(PYTHON)
     python.chmod(0o755)
     (tmp_path / "ansible.cfg").touch()
-    (tmp_path / "play.yml").write_text(PLAY)
     environment = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "LC_ALL": "C.UTF-8", "TZ": "Asia/Tokyo"}
     environment["ANSIBLE_COLLECTIONS_PATH"] = str(tmp_path / "collections")
 
-    def run(since, *arguments, before=None, action="none"):
+    def run(since, *arguments, before=None, action="none", tasks=PROVE):
+        (tmp_path / "play.yml").write_text(json.dumps([{"hosts": "sglang", "gather_facts": True, "tasks": [tasks]}]))
         server = {"release": "0.5.20", "capture_args": [], "manager": "systemd", "model": {"hidden_size": 8}, "service": {"since": before}}
         server.update(attention_backend="", gpu_architecture="")
         host = {
@@ -124,3 +120,11 @@ def test_a_process_whose_start_is_not_known_counts_as_the_one_before_only_where_
     before = time.time() - 90
     assert prove(None, before=before)[0] == []
     assert prove(None, before=before, action="restart")[0] == PROVED
+
+
+def test_the_extractor_ends_while_a_server_that_is_started_anew_loads(prove):
+    """By the playbook's own tasks for that moment."""
+    text = (ROOT / "playbooks" / "extract.yml").read_text()
+    (name,) = re.findall(r'sglang_server_tasks_while_loading: "\{\{ playbook_dir \}\}/(.+)"', text)
+    ending = {"ansible.builtin.include_tasks": str(ROOT / "playbooks" / name)}
+    assert prove(time.time(), tasks=ending)[0] == PROVED[:1]
