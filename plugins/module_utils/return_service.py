@@ -49,7 +49,7 @@ class _Call:
     def __init__(self, order, state, enabled=None):
         unused = {"tag": "", "launch": None, "container_command": None, "command": [], "newer_than": [], "supervisord": []}
         self.params = dict(unused, state=state, enabled=enabled, timeout=180)
-        self.params.update({key: order[key] for key in ("manager", "state_dir", "host", "port", "port_timeout", "stop_timeout")})
+        self.params.update({key: order[key] for key in ("manager", "foreign", "state_dir", "host", "port", "port_timeout", "stop_timeout")})
         self.params.update(name=order["service"], visible_gpus=order["visible_gpus"] or None)
 
     def exit_json(self, **_result):

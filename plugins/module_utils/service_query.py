@@ -86,7 +86,7 @@ def refuse_foreign_unit(name):
     path = unit_file(name)
     if os.path.lexists(path) and not _is_marked(path):
         raise ServiceError(
-            "%s is a unit of your own, which is never overwritten or hidden by one of this collection: set another name"
+            "%s is a unit of your own, which this collection never stops, overwrites or hides: set another name"
             " (sglang_server_name, extraction_service_name), or sglang_server_manager to unit if it runs the server" % path
         )
 

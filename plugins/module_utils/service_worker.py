@@ -167,7 +167,8 @@ class Worker:
         return True
 
     def run(self):
-        if self.params["state"] == "unclaimed" and self.manager == "systemd":
+        acts = self.params["state"] not in LOOKING and not self.params["foreign"]
+        if self.manager == "systemd" and (acts or self.params["state"] == "unclaimed"):
             sq.refuse_foreign_unit(self.params["name"])
         before = self.look()
         action = self.result["action"] = self.decide(before)

@@ -13,6 +13,7 @@ description:
   - Starts, restarts or stops a service whose unit or program file already lies on the host.
   - Whether a running service is restarted depends on what its process was started with (a hash in its environment)
     and when, never on what a task changed.
+  - A systemd unit that the collection did not write is left alone unless O(foreign) says that it is meant.
   - A stop ends with proof that the processes and the port are gone.
 author:
   - hidden_state.bridge contributors (@hidden-state-bridge)
@@ -41,6 +42,10 @@ options:
     type: str
     choices: [auto, systemd, supervisor, podman, docker]
     default: auto
+  foreign:
+    description: Whether unit or container are the operator's; without it such a unit is refused for every state that acts.
+    type: bool
+    default: false
   state_dir:
     description: Directory of the collection's state on the host; supervisord's socket lies under it.
     type: path
@@ -156,6 +161,7 @@ def main():
                 "default": "query",
             },
             "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor", "podman", "docker"], "default": "auto"},
+            "foreign": {"type": "bool", "default": False},
             "state_dir": {"type": "path", "default": sq.DEFAULT_STATE_DIR},
             "tag": {"type": "str", "default": ""},
             "launch": {"type": "path"},

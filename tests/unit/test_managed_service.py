@@ -27,7 +27,14 @@ class FakeModule:
     _diff = False
 
     def __init__(self, check_mode=False, **params):
-        defaults = {"name": "sglang", "state": "started", "manager": "supervisor", "state_dir": "/nowhere", "tag": "right"}
+        defaults = {
+            "name": "sglang",
+            "state": "started",
+            "manager": "supervisor",
+            "foreign": False,
+            "state_dir": "/nowhere",
+            "tag": "right",
+        }
         more = {"command": [], "newer_than": [], "host": "", "port": 0, "port_timeout": 0, "enabled": None, "timeout": 1, "stop_timeout": 1}
         self.params = {**defaults, **more, "supervisord": [], "launch": None, "container_command": None, "visible_gpus": None, **params}
         self.check_mode = check_mode

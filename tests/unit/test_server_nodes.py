@@ -37,6 +37,22 @@ module.exit_json(**HEAD if module.params["request_timeout"] is None else {"state
 """
 
 
+# Answers for the host that it is told of.
+NAMES = """
+from ansible.errors import AnsibleConnectionFailure
+from ansible.plugins.action import ActionBase
+
+
+class ActionModule(ActionBase):
+    def run(self, tmp=None, task_vars=None):
+        assert self._task.args == {"name": "sglang", "state": "unclaimed", "manager": "systemd", "state_dir": "/var/lib/hidden_state_bridge"}
+        answer = task_vars["names"].get(self._task.delegate_to)
+        if answer == "away":
+            raise AnsibleConnectionFailure("no route to it")
+        return {"failed": True, "msg": answer} if answer else {"action": "none", "service": {}}
+"""
+
+
 @pytest.fixture
 def play(tmp_path):
     """Runs a task file of the role on the head; returns its exit status and what it printed."""
@@ -47,6 +63,7 @@ def play(tmp_path):
         shutil.copytree(ROOT / part, home / part, ignore=shutil.ignore_patterns("__pycache__"))
     (home / "plugins" / "modules").mkdir()
     shutil.copy(ROOT / "plugins" / "modules" / "watch.py", home / "plugins" / "modules")
+    (home / "plugins" / "action" / "managed_service.py").write_text(NAMES)
     (tmp_path / "ansible.cfg").touch()
     (tmp_path / "play.yml").write_text(PLAY)
     environment = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "LC_ALL": "C.UTF-8", "ANSIBLE_NOCOLOR": "1"}
@@ -141,3 +158,23 @@ def test_what_is_to_be_done_while_a_capture_server_loads_is_done_before_it_is_wa
     assert re.findall(r"told ([\w ]+?) *\"", said) == [f"one {state}", *["while loading"] * done]
     waits = said.find("TASK [hidden_state.bridge.sglang_server : Wait a round")
     assert not done or 0 < said.find("told while loading") < waits
+
+
+RIGHT = {
+    "sglang_server_state": "capture",
+    "sglang_server_capture_environment": {"SGLANG_HS_DUMP_DIR": "/dumps"},
+    "sglang_server_info": {"found": False, "manager": "systemd", "contradictions": [], "before": None, "config_file": True},
+}
+
+
+def test_a_host_whose_name_is_taken_or_that_is_away_is_refused_before_anything_stops(play):
+    status, said = play("preflight", names={"two": "it is your own", "three": "away"}, **RIGHT)
+    assert status != 0 and "two, of the server of one: it is your own" in said, said
+    assert re.search("three, of the server of one: .*no route to it", said) and "unreachable=0" in said, said
+    status, said = play("preflight", names={}, **RIGHT)
+    assert status == 0, said
+
+
+def test_a_server_that_stays_as_it_is_asks_nobody(play):
+    status, said = play("preflight", names={"two": "it is your own"}, **{**RIGHT, "sglang_server_state": "restored"})
+    assert status == 0, said

@@ -156,6 +156,23 @@ def test_no_unit_is_written_over_one_of_the_operators(monkeypatch, tmp_path):
     assert not caught.value.failed and not caught.value.values["changed"]
 
 
+@pytest.mark.parametrize("state", ["started", "restarted", "stopped"])
+def test_a_unit_of_the_operators_is_told_nothing_unless_it_is_known_for_one(monkeypatch, tmp_path, state):
+    unit = tmp_path / "sglang.service"
+    unit.write_text("[Service]\nExecStart=/opt/serve.sh\n")
+    systemctl = Systemctl(monkeypatch, dict(UP, FragmentPath=unit), stop=[{}], start=[UP])
+    shown = systemctl.run
+    monkeypatch.setattr(sq, "run", lambda argv, **_more: (0, "%s\n" % unit, "") if "--value" in argv else shown(argv))
+    monkeypatch.setattr(service_worker.hp, "wait_until_gone", lambda *_args: True)
+    with pytest.raises(sq.ServiceError, match=f"{unit} is a unit of your own"):
+        service_worker.Worker(FakeModule(manager="systemd", state=state, enabled=False)).run()
+    assert systemctl.told == []
+    assert not start(state=state, foreign=True).failed and systemctl.told
+    systemctl.told, systemctl.states = [], [UP]
+    unit.write_text(sq.OUR_MARK)
+    assert not start(state=state).failed and systemctl.told
+
+
 def test_the_unit_that_the_role_writes_carries_the_mark():
     template = jinja2.Environment(loader=jinja2.FileSystemLoader(ROLE / "templates"), trim_blocks=True).get_template("unit.service.j2")
     values = dict.fromkeys(
