@@ -18,7 +18,12 @@ PLAY = """
 - hosts: one
   gather_facts: false
   tasks:
-    - ansible.builtin.include_role: {name: hidden_state.bridge.sglang_server, tasks_from: "{{ part }}"}
+    - ansible.builtin.setup:
+      when: gather | default(false)
+    - block:
+        - ansible.builtin.include_role: {name: hidden_state.bridge.sglang_server, tasks_from: "{{ part }}"}
+      rescue:
+        - ansible.builtin.fail: {msg: "rescued {{ ansible_failed_result.msg }}"}
     - ansible.builtin.debug: {msg: "changed {{ sglang_server_nodes_changed | default('') }}"}
 """
 SERVICE = """
@@ -69,7 +74,7 @@ def play(tmp_path):
     environment = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "LC_ALL": "C.UTF-8", "ANSIBLE_NOCOLOR": "1"}
     environment["ANSIBLE_COLLECTIONS_PATH"] = str(tmp_path / "collections")
 
-    def run(part, head=None, **variables):
+    def run(part, head=None, own=None, **variables):
         (home / "plugins" / "modules" / "sglang_health.py").write_text(
             HEALTH.replace("HEAD", repr(head or {"state": "waiting", "line": "loading"}))
         )
@@ -85,7 +90,8 @@ def play(tmp_path):
             "dead": [],
             **variables,
         }
-        (tmp_path / "hosts.json").write_text(json.dumps({"all": {"hosts": dict.fromkeys(("one", "two", "three"), common)}}))
+        hosts = {name: {**common, **(own or {}).get(name, {})} for name in ("one", "two", "three")}
+        (tmp_path / "hosts.json").write_text(json.dumps({"all": {"hosts": hosts}}))
         command = [str(Path(sys.executable).parent / "ansible-playbook"), "play.yml", "-i", "hosts.json"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr
@@ -178,3 +184,21 @@ def test_a_host_whose_name_is_taken_or_that_is_away_is_refused_before_anything_s
 def test_a_server_that_stays_as_it_is_asks_nobody(play):
     status, said = play("preflight", names={"two": "it is your own"}, **{**RIGHT, "sglang_server_state": "restored"})
     assert status == 0, said
+
+
+AWAY = {"two": {"ansible_connection": "ssh", "ansible_host": "127.0.0.1", "ansible_port": 1}}
+
+
+@pytest.mark.parametrize("state", ["restored", "serving"])
+def test_a_host_that_is_away_fails_its_head_instead_of_dropping_it(play, tmp_path, state):
+    home = tmp_path / "collections/ansible_collections/hidden_state/bridge"
+    (home / "plugins/action/managed_service.py").unlink()
+    shutil.rmtree(home / "roles/_service")
+    for part in ("roles/_service", "plugins/modules", "plugins/module_utils"):
+        shutil.copytree(ROOT / part, home / part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    # Of `restored` with nothing recorded before: its service is to go.
+    info = {"found": False, "manager": "systemd", "before": "absent", "service": {"pid": None}, "capture_args": []}
+    more = {"sglang_server_info": info, "sglang_server_manager": "systemd", "ansible_become": False, "gather": True}
+    status, said = play("nodes", own=AWAY, names={}, sglang_server_state=state, **more)
+    assert status != 0 and "rescued two, of the server of one, cannot be reached: " in said, said
+    assert re.search(r"one +: .*unreachable=0 +failed=1", said), said
