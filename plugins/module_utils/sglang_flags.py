@@ -36,6 +36,9 @@ CAPTURE_ENVIRONMENT = (("SGLANG_IS_FLASHINFER_AVAILABLE", "false", "0.5.4", "0.5
 # The first release that reads its arguments from a file, so that a key need not stand in the process list.
 CONFIG_FILE_SINCE = "0.5.3"
 
+# Flags of SGLang's that are the beginning of another one that is judged: written out they are never taken for that.
+WHOLE = ("--ssl-keyfile",)
+
 # An operator's arguments that capture does without: (flag, has values, why). A flag that ends with * is a beginning.
 TAKEN_AWAY = (
     ("--speculative-*", True, "a verify pass looks like a prefill"),
@@ -75,11 +78,10 @@ def reads_config_file(release):
 def means(word, flag):
     """Whether a word is that flag, alone or with its value. SGLang's parser takes the beginning of a flag for it: ``--dp`` is ``--dp-size``.
 
-    A beginning that fits several flags is taken for each: SGLang takes it for the only one of them that the release has. No release has
-    a flag that is itself the beginning of one that is judged here.
+    A beginning that fits several flags is taken for each: SGLang takes it for the only one of them that the release has.
     """
     name = word.split("=", 1)[0]
-    return name == flag or (name.startswith("--") and len(name) > 2 and flag.startswith(name))
+    return name == flag or (name.startswith("--") and len(name) > 2 and flag.startswith(name) and name not in WHOLE)
 
 
 def _rule_of(word):
@@ -144,6 +146,8 @@ CAPTURE_RULES = (
     ("dwdp_size", _ONE, ("--dwdp-size",), "not known to leave states whole", "leave it out"),
     ("moe_dense_tp_size", (None,), ("--moe-dense-tp-size",), _SHARD, "leave it out"),
     ("disaggregation_mode", ("null", None), ("--disaggregation-mode",), "prefill runs elsewhere", "leave it out"),
+    ("enable_pdmux", _OFF, ("--enable-pdmux",), "prefill is split by layers", "leave it out"),
+    ("dllm_algorithm", (None,), ("--dllm-algorithm",), "forwards are denoising steps", "leave it out"),
     ("enable_two_batch_overlap", _OFF, (), "the layer loop is not run", "leave it out"),
     ("enable_mixed_chunk", _OFF, (), "decode rows are mixed into a prefill", "leave it out"),
     ("speculative_algorithm", (None,), (), "a verify pass looks like a prefill", "leave it out"),

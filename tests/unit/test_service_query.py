@@ -115,10 +115,12 @@ def test_keys_are_blotted_out():
     argv = ["python", "--api-key", "secret", "--admin-api-key=other", "--port", "1"]
     assert hp.masked(argv) == ["python", "--api-key", "********", "--admin-api-key=********", "--port", "1"]
     # The server's parser takes the beginning of a flag for it.
-    assert hp.masked(["--api", "secret", "--adm=other", "--ssl-keyfile-pass", "third"]) == [
+    assert hp.masked(["--api", "secret", "--adm=other", "--ssl-keyfile", "/etc/key.pem", "--ssl-keyfile-pass", "third"]) == [
         "--api",
         "********",
         "--adm=********",
+        "--ssl-keyfile",
+        "/etc/key.pem",
         "--ssl-keyfile-pass",
         "********",
     ]

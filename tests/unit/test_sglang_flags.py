@@ -8,6 +8,7 @@ import json
 import pytest
 
 import sglang_flags as sf
+from hs_capture import guards
 
 BASE = ["--disable-radix-cache", "--chunked-prefill-size", "-1"]
 NO_FUSION = ["--enforce-disable-flashinfer-allreduce-fusion"]
@@ -98,6 +99,8 @@ CORRUPTING = {
     "enable_mixed_chunk": True,
     "speculative_algorithm": "EAGLE3",
     "disaggregation_mode": "prefill",
+    "enable_pdmux": True,
+    "dllm_algorithm": "LowConfidence",
 }
 
 
@@ -139,6 +142,8 @@ def test_server_facts_hold_no_key():
         ["--moe-a2a-backend=deepep"],
         ["--attn-dp-size", "2"],
         ["--moe-dp-size=2"],
+        ["--enable-pdmux"],
+        ["--dllm-algorithm", "LowConfidence"],
         # Of two spellings the later one counts.
         ["--data-parallel-size", "1", "--dp-size", "2"],
         ["--config", "/etc/sglang.yaml"],
@@ -172,10 +177,21 @@ def test_contradictions_in_flags_that_are_not_written_out(arguments, flag):
         ["--pp-size", "1", "--moe-a2a-backend=none", "--trust-remote-code"],
         ["--dp", "1", "--dp-size", "2", "--dp=1"],
         ["--enable-dp-attention-local-control-broadcast", "--", "-d"],
+        ["--dllm-algorithm-config=/etc/dllm.yaml"],
     ],
 )
 def test_no_contradiction(arguments):
     assert sf.contradictions(["--tp", "8", *arguments]) == []
+
+
+def test_a_flag_of_its_own_is_not_the_beginning_of_another():
+    assert not sf.means("--ssl-keyfile=/etc/key.pem", "--ssl-keyfile-password")
+    assert sf.means("--ssl-keyfile-p", "--ssl-keyfile-password") and sf.means("--ssl-keyfile", "--ssl-keyfile")
+
+
+def test_what_the_runtime_refuses_is_refused_before_the_server_stops():
+    judged = {rule[0] for rule in sf.CAPTURE_RULES}
+    assert {name for name, *_rest in guards._REFUSED} - judged == set()
 
 
 def test_the_value_of_a_flag_that_is_not_written_out():
