@@ -132,6 +132,10 @@ model_file:
   description: The file that the patch is for.
   returned: always
   type: str
+runtime_file:
+  description: A file of the capture runtime that is written anew whenever another one of it is. It is there while a model is patched.
+  returned: always
+  type: str
 model:
   description:
     - V(architecture), V(hidden_size), V(num_hidden_layers), V(vocab_size), V(dtype), V(fingerprint) of the weights,
@@ -232,7 +236,9 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils.hs_capture.lay
 from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import api_key_of
 
 SHOWN_PREFIX = "SGLANG_HS_"
+# As hs_patcher writes them.
 PATCH_MARK = b"# hidden_state.bridge begin "
+RUNTIME_MARK = os.path.join("hs_capture", ".hidden_state_bridge")
 
 
 def service_facts(seen):
@@ -275,6 +281,7 @@ def gather(params):
         "package": place["package"],
         "models_dir": place["models"],
         "model_file": os.path.join(place["models"], "deepseek_v2.py"),
+        "runtime_file": os.path.join(os.path.dirname(place["models"]), RUNTIME_MARK),
         "model_path": place["model"],
         "manager": located["manager"],
         "found": is_found,

@@ -32,6 +32,7 @@ SERVICE = """
       action: "{{ 'start' if _service_state not in ['started', 'launched'] or __sglang_server_node | default('one') in dead else 'none' }}"
       service: {pid: 1, since: 1}
 - ansible.builtin.debug: {msg: "told {{ __sglang_server_node | default('one') }} {{ _service_state }} {{ __rank | default([]) | join(' ') }}"}
+- ansible.builtin.debug: {msg: "newer than {{ _service_newer_than | join(' ') }}"}
 """
 # Its first look finds a head that loads, and so does each later one unless the play says otherwise.
 HEALTH = """
@@ -202,3 +203,13 @@ def test_a_host_that_is_away_fails_its_head_instead_of_dropping_it(play, tmp_pat
     status, said = play("nodes", own=AWAY, names={}, sglang_server_state=state, **more)
     assert status != 0 and "rescued two, of the server of one, cannot be reached: " in said, said
     assert re.search(r"one +: .*unreachable=0 +failed=1", said), said
+
+
+@pytest.mark.parametrize("state, files", [("capture", "/srt/models/m.py /srt/hs_capture/mark"), ("serving", "")])
+def test_a_capture_server_is_compared_with_its_model_file_and_its_runtime(play, state, files):
+    info = {"found": False, "manager": "systemd", "service": {"pid": None}, "capture_args": [], "capture_environment": {}}
+    info.update(model_file="/srt/models/m.py", runtime_file="/srt/hs_capture/mark")
+    common = {"sglang_server_state": state, "sglang_server_info": info, "__sglang_server_service_state": "present"}
+    for part, times in {"nodes": 2, "service": 1}.items():
+        status, said = play(part, **common)
+        assert status == 0 and re.findall(r'"newer than (.*)"', said) == [files] * times, said
