@@ -51,6 +51,27 @@ def play(tmp_path):
     return run
 
 
+def test_a_server_is_taken_for_what_it_does(play):
+    servers = {
+        "serving": [("running", 7, "serving"), ("running", 7, "unknown"), ("starting", 7, "serving"), ("starting", None, "unknown")],
+        "capture": [("running", 7, "capture"), ("starting", 7, "capture")],
+        "stopped": [("stopped", None, "unknown"), ("failed", None, "unknown"), ("stopping", None, "unknown")],
+        "absent": [("absent", None, "unknown")],
+    }
+    looks = [
+        {"taken_for": state, "service": {"state": is_, "pid": pid, "mode": mode}}
+        for state, all_ in servers.items()
+        for is_, pid, mode in all_
+    ]
+    asked = {
+        "ansible.builtin.assert": {"that": "__sglang_server_current == sglang_server_info.taken_for"},
+        "loop": looks,
+        "loop_control": {"loop_var": "sglang_server_info"},
+    }
+    status, said = play(asked)
+    assert status == 0, said
+
+
 @pytest.mark.parametrize("found", [True, False])
 def test_a_key_that_has_to_be_handed_over_needs_a_release_that_takes_it_by_file(play, found):
     seen = {"found": found, "manager": "unit" if found else "systemd", "before": None, "config_file": False, "release": "0.5.2"}
