@@ -19,12 +19,14 @@ PLAY = """
 - hosts: sglang
   gather_facts: false
   tasks:
+    - ansible.builtin.fail: {msg: given up before}
+      when: given_up | default(false)
     - ansible.builtin.include_tasks: tasks/%s.yml
       when: play_on
 """
 # Roles that say what they are asked for.
 PATCH = """
-- ansible.builtin.debug: {msg: "{{ inventory_hostname }} patch {{ hs_patch_state }}"}
+- ansible.builtin.debug: {msg: "{{ inventory_hostname }} patch {{ hs_patch_state }} on {{ hs_patch_nodes | join(' ') }}"}
 - hidden_state.bridge.patcher: {fails: "{{ patcher_fails | default(false) }}"}
   register: hs_patch_result
 """
@@ -53,6 +55,7 @@ def play(tmp_path):
     home = tmp_path / "collections" / "ansible_collections" / "hidden_state" / "bridge"
     for name, text in {
         "roles/hs_patch/tasks/main.yml": PATCH,
+        "roles/hs_patch/tasks/others.yml": PATCH.replace("patch {{", "patch others {{"),
         "roles/sglang_server/tasks/main.yml": SERVER,
         "roles/sglang_server/tasks/situation.yml": SITUATION,
         "plugins/modules/patcher.py": PATCHER,
@@ -105,7 +108,7 @@ def asked(output: str) -> list[str]:
 )
 def test_only_the_patch_of_this_run_is_taken_out(play, own, unpatched, said):
     output = play("go_back", one={"bridge_failure": "it died", **own})
-    assert asked(output) == ["one patch absent"] * unpatched + ["one server restored"], output
+    assert asked(output) == ["one patch absent on"] * unpatched + ["one server restored"], output
     assert "it died" in output and f"This host is as it was before: {said}, server serving" in output
 
 
@@ -121,8 +124,28 @@ def test_only_the_patch_of_this_run_is_taken_out(play, own, unpatched, said):
 )
 def test_a_patch_with_which_another_host_of_the_machine_captures_stays(play, other, unpatched):
     output = play("go_back", one={"bridge_failure": "it died", "hs_patch_result": PATCHED}, two={"play_on": False, **other})
-    assert asked(output) == ["one patch absent"] * unpatched + ["one server restored"], output
+    assert asked(output) == ["one patch absent on"] * unpatched + ["one server restored"], output
     assert ("the patch is still in, as two captures with it" in output) is not unpatched
+
+
+def nodes(**after):
+    return {"results": [{"item": name, **PATCHED, "checksum_after": one} for name, one in after.items()]}
+
+
+def test_the_last_of_a_machine_to_fail_takes_out_what_another_one_put_in(play):
+    """Which has been given up by then, and left it for this one."""
+    first = {"hs_patch_result": PATCHED, "hs_patch_others": nodes(three="b"), "bridge_failure": "it died first", "given_up": True}
+    output = play("go_back", one={"bridge_failure": "it died", "hs_patch_result": THERE, "hs_patch_others": nodes(three="a")}, two=first)
+    assert asked(output) == ["one patch absent on three", "one server restored"], output
+    assert "This host is as it was before: patch out, server serving" in output
+
+
+def test_a_patch_that_was_put_in_on_another_host_of_the_server_alone_goes_there_alone(play):
+    own = {"hs_patch_result": THERE, "hs_patch_others": nodes(two="b", three="a")}
+    own["hs_patch_others"]["results"].append({"item": "four", "msg": "read-only"})
+    output = play("go_back", one={"bridge_failure": "it died", **own})
+    assert asked(output) == ["one patch others absent on two", "one server restored"], output
+    assert "the patch of an earlier run is still in and inert, and out on two again, server serving" in output
 
 
 def in_a_message(output: str, *lines: str) -> bool:
