@@ -25,6 +25,7 @@ PAUSE = 1.0
 _FILE = r"/\.data_\d+\.ckpt\.tmp-\d+"
 _MANIFEST = r"/manifest\.jsonl$"
 _DUMP = r"\.safetensors"
+_DUMP_UNDER_WAY = r"/\.[0-9a-f]+-\d+\.tmp-\d+$"
 # What an extractor does: (function of os, when it is struck, what it works on: a path, or for a rename "path > path").
 EXTRACTOR = {
     "dump read, no file begun": ("mkdir", "before", r"/rows_[^/]*$"),
@@ -47,8 +48,8 @@ AT_START = {
 }
 # What the capture does in the scheduler of the server.
 SERVER = {
-    "dump begun": ("pwritev", "before", r"/\.\d+\.tmp-\d+$"),
-    "half a dump": ("pwritev", "half", r"/\.\d+\.tmp-\d+$"),
+    "dump begun": ("pwritev", "before", _DUMP_UNDER_WAY),
+    "half a dump": ("pwritev", "half", _DUMP_UNDER_WAY),
     "dump whole, not renamed": ("replace", "before", " > .*" + _DUMP),
     "dump there, request unanswered": ("replace", "after", " > .*" + _DUMP),
     "counters written, not renamed": ("replace", "before", r" > capture\.json"),

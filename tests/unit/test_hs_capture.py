@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hs_capture import capture, directory, dumpfile, engine, follower, guards, layers, settings
+from hs_capture import capture, counters, directory, dumpfile, engine, follower, guards, layers, settings, spool
 
 
 @pytest.mark.parametrize(("count", "expected"), [(61, [1, 29, 57]), (8, [1, 3, 4]), (7, [1, 2, 3])])
@@ -152,6 +152,28 @@ def test_dump_directory_is_made_private_and_swept(tmp_path: Path) -> None:
         (path / name).touch()
     directory.DumpDirectory(str(path))
     assert sorted(entry.name for entry in path.iterdir()) == sorted([names[0], names[3]])
+
+
+def test_ranks_of_the_same_pid_leave_each_others_files_alone(tmp_path: Path) -> None:
+    """Each is in a pid namespace of its own."""
+    one, other = directory.DumpDirectory(str(tmp_path / "dumps")), directory.DumpDirectory(str(tmp_path / "dumps"), owner=False)
+    under_way = one.temporary()
+    os.close(one.make(under_way, one.handle()))
+    other.put("hsb-a.0.fp1", b"content", other.handle())
+    assert dumpfile.temporary_pid(under_way) == os.getpid()
+    assert sorted(os.listdir(tmp_path / "dumps")) == sorted([under_way, "hsb-a.0.fp1"])
+
+
+def test_a_temporary_file_of_another_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = directory.DumpDirectory(str(tmp_path / "dumps"))
+    under_way = held.temporary()
+    os.close(held.make(under_way, held.handle()))
+    monkeypatch.setattr(held, "temporary", lambda: under_way)
+    writes = spool.Spool(held, 1 << 20, 1.0, counters.Counters())
+    for write in (lambda: held.put("hsb-a.error.json", b"", held.handle()), lambda: writes.publish("hsb-a.0.safetensors", [b"a"])):
+        with pytest.raises(FileExistsError):
+            write()
+        assert os.listdir(tmp_path / "dumps") == [under_way]
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "open", "unmakable", "another's"])

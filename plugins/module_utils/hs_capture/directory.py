@@ -8,6 +8,7 @@ import errno
 import itertools
 import logging
 import os
+import secrets
 import stat
 import threading
 
@@ -88,6 +89,8 @@ class DumpDirectory:
         self.path = path
         self._lock = threading.Lock()
         self._serials = itertools.count()
+        # A pid is unique in its namespace only, and ranks in several containers may share the directory.
+        self._token = secrets.token_hex(8)
         self._handle = Handle(open_directory(path))
         for name in os.listdir(self._handle.descriptor) if owner else ():
             pid = temporary_pid(name)
@@ -141,8 +144,8 @@ class DumpDirectory:
     def put(self, name: str, content: bytes, handle: Handle) -> None:
         """Write a small file (mode 0600) by rename. Raises OSError."""
         temporary = self.temporary()
+        descriptor = self.make(temporary, handle)
         try:
-            descriptor = self.make(temporary, handle)
             with open(descriptor, "wb") as stream:
                 stream.write(content)
             os.replace(temporary, name, src_dir_fd=handle.descriptor, dst_dir_fd=handle.descriptor)
@@ -152,7 +155,7 @@ class DumpDirectory:
 
     def temporary(self) -> str:
         """A name for a file under way that no other thread or process uses."""
-        return temporary_name(str(next(self._serials)))
+        return temporary_name(f"{self._token}-{next(self._serials)}")
 
     def make(self, name: str, handle: Handle) -> int:
         """Descriptor of an empty file (mode 0600) that was not there before."""

@@ -121,9 +121,9 @@ class Spool:
         temporary = self._directory.temporary()
         descriptor = self._reuse(size, temporary, handle)
         fresh = descriptor is None
+        if descriptor is None:
+            descriptor = self._directory.make(temporary, handle)
         try:
-            if descriptor is None:
-                descriptor = self._directory.make(temporary, handle)
             try:
                 write_all(descriptor, parts)
             except OSError as error:
@@ -139,8 +139,7 @@ class Spool:
             self._directory.remove(temporary, handle)
             raise
         finally:
-            if descriptor is not None:
-                os.close(descriptor)
+            os.close(descriptor)
 
     def _reuse(self, size: int, temporary: str, handle: Handle) -> int | None:
         """Descriptor of a file given back, under the name `temporary`; None where there is none."""
