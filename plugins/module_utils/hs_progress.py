@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 # Python 3.9 loads a module from an archive before it says __package__.
 if "." in __name__:
@@ -14,8 +15,12 @@ else:
     import hs_manifest
 
 
+# States in which an extractor leaves its directory.
+ENDED = ("done", "incomplete", "failed", "stopped")
 # The capture reports every second.
 SILENT_SECONDS = 15
+# An extractor that has written its last status gives its lock back, and one that has just taken it says so, within this time.
+LOCK_SECONDS = 1.0
 # Widths of bins of time. Each divides the next, so that bins of several hosts add up.
 BIN_SECONDS = (10, 60, 300, 1800, 7200, 21600, 86400)
 MOST_BINS = 200
@@ -128,20 +133,18 @@ def observe(path, run=None, service="unknown", output_format=None):
         found = _observation("failed", known, hs_manifest.Manifest(path), {}, message)
         found.update(conflict=message, done="", records_done=0, tokens_done=0, bytes=0, sources={}, lengths=[], pace=pace([]))
         return found
-    alive = os.path.isdir(path) and hs_manifest.is_locked(path)
-    # Read after the lock was seen free, the status is the last that its extractor wrote.
-    unsaid = "stopped" if known else "absent"
-    try:
-        status = hs_manifest.read_json(os.path.join(path, hs_manifest.STATUS)) or {}
-    except hs_manifest.ManifestError:
-        # The last one is durable. A loss of power tears only what a working extractor wrote.
-        status, unsaid = {}, "running"
-    state = status.get("state", unsaid)
+    alive, status, state = _look(path)
+    ending, deadline = False, time.monotonic() + LOCK_SECONDS
+    while alive and state in ENDED and time.monotonic() < deadline:
+        ending = True
+        time.sleep(0.02)
+        alive, status, state = _look(path)
+    state = state or ("stopped" if known else "absent")
     message = status.get("message") or ""
     if alive:
         state = "running" if status.get("state") == "running" else "starting"
-    elif service in ("running", "starting"):
-        # The service is up and has not taken the lock: what status.json says is of an earlier start.
+    elif service in ("running", "starting") and not ending:
+        # The service is up and has not taken the lock: what status.json says is of an earlier start, unless it had it just now.
         state, message = "starting", ""
     elif state in ("starting", "running"):
         state = "dead"
@@ -155,6 +158,18 @@ def observe(path, run=None, service="unknown", output_format=None):
     found = _observation(state, known, manifest, status, message)
     found["conflict"] = manifest.other_format(output_format) if output_format else ""
     return found
+
+
+def _look(path):
+    """Whether an extractor holds the lock, the status that lies there, and the state of who wrote it (None where nobody did)."""
+    alive = os.path.isdir(path) and hs_manifest.is_locked(path)
+    # Read after the lock was seen free, the status is the last that its extractor wrote.
+    try:
+        status = hs_manifest.read_json(os.path.join(path, hs_manifest.STATUS)) or {}
+    except hs_manifest.ManifestError:
+        # The last one is durable. A loss of power tears only what a working extractor wrote.
+        return alive, {}, "running"
+    return alive, status, status.get("state")
 
 
 def _observation(state, known, manifest, status, message):
@@ -171,7 +186,7 @@ def _observation(state, known, manifest, status, message):
     line = state if state in ("absent", "starting") else progress_line(shown)
     if state == "dead":
         line = "dead since %s \u00b7 %s" % (status.get("updated_at", "an unknown time"), line)
-    elif state in ("done", "incomplete", "failed", "stopped"):
+    elif state in ENDED:
         line = "%s \u00b7 %s" % (line, state)
     if message and state in ("dead", "incomplete", "failed"):
         line = "%s: %s" % (line, message)

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import time
+import types
 
 import pytest
 from forked import KILLED, at_step, forked, kill
@@ -336,6 +337,25 @@ def test_the_service_tells_what_the_lock_cannot(out):
     lock = hm.Lock(str(out))
     assert hs_progress.observe(str(out))["state"] == "starting", "an extractor that has not begun to work"
     lock.close()
+
+
+@pytest.mark.parametrize("next_state, wanted", [(None, "done"), ("running", "running")])
+def test_an_extractor_that_has_written_its_last_status_is_not_taken_for_one_that_starts(out, monkeypatch, next_state, wanted):
+    """It holds the lock for an instant yet; who takes it next says so."""
+    write_status(out, "done")
+    lock, looks = hm.Lock(str(out)), []
+
+    def pause(_seconds):
+        looks.append(1)
+        if len(looks) == 3:
+            write_status(out, next_state) if next_state else lock.close()
+
+    monkeypatch.setattr(hs_progress, "time", types.SimpleNamespace(monotonic=lambda: 0.0, sleep=pause))
+    # Its service was asked before it ended.
+    found = hs_progress.observe(str(out), RUN, "running")
+    assert (found["state"], len(looks)) == (wanted, 3)
+    if next_state:
+        lock.close()
 
 
 def test_another_run_is_a_conflict_and_counts_nothing_as_done(out):
