@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,9 +65,37 @@ def test_a_wait_is_bounded_and_made_once() -> None:
         held.take(1, 30)
     assert time.monotonic() - began < 5, "a ring that stalled was waited for again"
     held.give(block)
-    block = held.take(1, 30)[0]
-    threading.Timer(0.2, held.give, [block]).start()
-    assert 0.1 < held.take(PAGE, 30)[1] < 10
+    block, waited = held.take(1, 30)
+    assert waited == 0
+
+
+def test_the_seconds_of_a_wait_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = ring.Ring(PAGE)
+    block = held.take(PAGE, 0)[0]
+    waits, wait = threading.Event(), held._freed.wait
+
+    def waited(seconds: float) -> bool:
+        waits.set()
+        return wait(seconds)
+
+    def give() -> None:
+        # Who waits lets go of the lock that `give` takes, so this one is never too early.
+        assert waits.wait(30)
+        time.sleep(0.01)
+        held.give(block)
+
+    monkeypatch.setattr(held._freed, "wait", waited)
+    giver = threading.Thread(target=give)
+    giver.start()
+    assert 0.01 <= held.take(PAGE, 30)[1] < 30
+    giver.join()
+
+
+def test_a_thread_that_is_held_up_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the scheduler, or by another thread that holds the lock for an instant."""
+    clock = itertools.count()
+    monkeypatch.setattr(ring, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    assert ring.Ring(PAGE).take(PAGE, 30)[1] == 0.0
 
 
 def test_blocks_in_use_never_overlap() -> None:

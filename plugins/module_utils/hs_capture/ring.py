@@ -56,7 +56,8 @@ class Ring:
             return self._next - first if self._next > first else self.size - first + self._next
 
     def take(self, size: int, seconds: float) -> tuple[Block, float]:
-        """Take a block of `size` bytes, waiting up to `seconds`; returns it and the seconds waited.
+        """Take a block of `size` bytes, waiting up to `seconds`; returns it and the seconds waited for one that
+        was given back, 0 where there was room at once.
 
         Once a wait was in vain, the next ones are not made until a block comes
         back: a disk that hangs costs the server one wait. Raises RingFull.
@@ -64,20 +65,19 @@ class Ring:
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         if size > self.size:
             raise RingFull(f"{size} bytes are more than the whole ring of {self.size}", ever=False)
-        began = time.monotonic()
         with self._freed:
-            offset = self._room(size)
+            offset, began, waited = self._room(size), time.monotonic(), 0.0
             while offset is None:
-                left = began + seconds - time.monotonic()
-                if self._stalled or left <= 0:
+                if self._stalled or waited >= seconds:
                     self._stalled = True
                     raise RingFull(f"no room for {size} bytes came within {seconds:g} s", ever=True)
-                self._freed.wait(left)
+                self._freed.wait(seconds - waited)
+                waited = time.monotonic() - began
                 offset = self._room(size)
             block = Block(offset, size)
             self._blocks.append(block)
             self._next = offset + size
-        return block, time.monotonic() - began
+        return block, waited
 
     def give(self, block: Block) -> None:
         """Give a block back."""

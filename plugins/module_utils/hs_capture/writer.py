@@ -119,7 +119,7 @@ class Writer:
                 f"{rows} tokens found no room in the capture's host memory: {error}",
                 "see that the extractor runs and its disk is fast enough" if error.ever else f"raise {MAX_BYTES}, or cut the record",
             ) from error
-        if waited > 1e-3:
+        if waited:
             self.counters.add(ring_waits=1, ring_wait_seconds=waited)
         with self._done:
             for piece in pieces:
