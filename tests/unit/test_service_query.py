@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import xmlrpc.server
@@ -219,7 +220,7 @@ class _Handler(xmlrpc.server.SimpleXMLRPCRequestHandler):
 def supervisord(tmp_path_factory):
     """A state directory whose socket answers with ``facts``."""
     # pytest's own paths can be longer than a socket's may be.
-    state_dir = Path("/tmp") / ("hsb-%d" % os.getpid())
+    state_dir = Path(tempfile.mkdtemp(prefix="hsb-", dir="/tmp"))
     (state_dir / "supervisor").mkdir(parents=True)
     facts = {"statename": "RUNNING", "pid": os.getpid(), "exitstatus": 0, "spawnerr": ""}
     with _Server(sq.supervisor_socket(str(state_dir))) as server:
