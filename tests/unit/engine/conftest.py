@@ -80,7 +80,7 @@ class Site:
 
     def finish(self, process: multiprocessing.process.BaseProcess) -> str:
         """Wait for the extractor's end; returns what it printed."""
-        process.join(60)
+        process.join(300)
         assert process.exitcode is not None, "the extractor does not end"
         return self.log.read_text()
 
@@ -99,7 +99,7 @@ class Site:
         """status.json."""
         return json.loads((self.output / "status.json").read_text())
 
-    def wait_for_lines(self, count: int, seconds: float = 30) -> None:
+    def wait_for_lines(self, count: int, seconds: float = 300) -> None:
         """Wait until the manifest has that many lines."""
         deadline = time.monotonic() + seconds
         manifest = self.output / "manifest.jsonl"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,12 @@ def make_writer(settings: Settings, width: int, metadata: dict[str, str] | None 
 
 
 def names(writer: Writer, directory: str | Path) -> list[str]:
-    """What lies in the directory, its counters aside, once all is written."""
+    """What lies in the directory, its counters aside, once all is written; a file under way there is given 20 s."""
     assert writer.drain(20)
-    return sorted(set(os.listdir(directory)) - {dumpfile.COUNTERS_NAME})
+    deadline = time.monotonic() + 20
+    while True:
+        found = sorted(set(os.listdir(directory)) - {dumpfile.COUNTERS_NAME})
+        # The counters come every second, under a temporary name at first.
+        if time.monotonic() > deadline or all(dumpfile.temporary_pid(name) is None for name in found):
+            return found
+        time.sleep(0.01)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,15 @@ def small_tmpfs(path: Path, size: str) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", path], check=True)
+
+
+def remount(path: Path, option: str) -> None:
+    """Mount the file system anew, `ro` or `rw`; while a writer has a file open there it is busy, for 20 s at most."""
+    deadline = time.monotonic() + 20
+    command, environment = ["mount", "-o", f"remount,{option}", path], {**os.environ, "LC_ALL": "C"}
+    while (done := subprocess.run(command, check=False, env=environment, capture_output=True, text=True)).returncode:
+        assert "busy" in done.stderr and time.monotonic() < deadline, done.stderr
+        time.sleep(0.01)
 
 
 def fill(path: Path) -> None:

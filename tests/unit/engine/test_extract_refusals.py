@@ -128,10 +128,14 @@ def test_any_number_of_tries_goes_to_a_server_that_is_away(site, monkeypatch):
     assert len(set(rids)) == len(rids) == 1501 and rids[-1] == f"{extraction.config.rid_stem}7-2_1500"
 
 
-def test_the_time_to_end_ends_the_wait_for_a_server(site, capsys):
-    until = (datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=2)).isoformat()
+def test_the_time_to_end_ends_the_wait_for_a_server(site, capsys, monkeypatch):
+    until = "2026-01-31T12:00:00+00:00"
+    moment = datetime.datetime.fromisoformat(until).timestamp()
     with FakeServer(site.dumps, lambda *_: "503") as server:
-        assert extract.run_service(read_config({**site.config, "url": server.url, "server_wait": 20, "until": until})) == 0
+        # It has come once the server was asked.
+        clock = SimpleNamespace(time=lambda: moment + (60 if server.requests else -60), monotonic=extract.time.monotonic)
+        monkeypatch.setattr(extract, "time", clock)
+        assert extract.run_service(read_config({**site.config, "url": server.url, "server_wait": 600, "until": until})) == 0
         assert server.requests
     assert f"stopping: it is {until}; what is in flight is finished" in capsys.readouterr().out
     assert site.status()["state"] == "stopped"

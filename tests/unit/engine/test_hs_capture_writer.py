@@ -16,7 +16,7 @@ from pathlib import Path
 import dumping
 import pytest
 import torch
-from small_tmpfs import small_tmpfs
+from small_tmpfs import remount, small_tmpfs
 
 from hs_capture import dumpfile, guards, writer
 from hs_capture.counters import read_counters
@@ -275,13 +275,13 @@ def test_a_read_only_file_system_reaches_nobody(tmp_path: Path, caplog: pytest.L
     path = tmp_path / "small"
     with small_tmpfs(path, "256k"):
         to = dumping.make_writer(settings(path), HIDDEN)
-        subprocess.run(["mount", "-o", "remount,ro", path], check=True)
+        remount(path, "ro")
         forward(to, ("hsb-a", 10))
         assert dumping.names(to, path) == []
         assert "hidden states of hsb-a are not dumped" in caplog.text
         assert "the error marker of hsb-a could not be written" in caplog.text
         assert (to.counters["drops"], to.counters["markers_lost"]) == (1, 1)
-        subprocess.run(["mount", "-o", "remount,rw", path], check=True)
+        remount(path, "rw")
         forward(to, ("hsb-b", 10))
         assert dumping.names(to, path) == ["hsb-b.0.safetensors"]
         to.close()
