@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,9 +80,14 @@ class Capturing:
     family: str
 
     def take(self, records: Records = RECORDS, at_once: int = AT_ONCE) -> Captured:
-        """Send every record, several at a time, and read what the server leaves of each."""
+        """Send every record, `at_once` at a time, and read what the server leaves of each."""
+        # The first ones are sent together however slowly threads start.
+        first = list(records)[:at_once]
+        together = threading.Barrier(len(first) or 1)
 
         def send(rid: str) -> dict:
+            if rid in first:
+                together.wait(PATIENCE)
             # The one client that the project has for releases before 0.5.10.
             asyncio.run(announce(str(self.dumps), rid, numpy.array(records[rid], dtype=numpy.int32), PATIENCE))
             return self.server.generate(records[rid], rid)

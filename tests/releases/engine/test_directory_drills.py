@@ -6,6 +6,7 @@ The tests share a server and leave it, and its directory, as they found it.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -106,9 +108,13 @@ class Drilled:
         names = {str(path.relative_to(self.room)) for path in self.room.rglob("*")}
         return {name for name in names if os.path.basename(name) != COUNTERS_NAME and temporary_pid(os.path.basename(name)) is None}
 
-    def mounted(self, *options: str) -> None:
-        """Change how the file system is mounted."""
-        subprocess.run(["mount", "-o", ",".join(["remount", *options]), self.room], check=True)
+    def mounted(self, option: str) -> None:
+        """Mount the file system anew, `ro` or `rw`; while the server has its counters open it is busy."""
+        command, environment = ["mount", "-o", f"remount,{option}", self.room], {**os.environ, "LC_ALL": "C"}
+        deadline = time.monotonic() + PATIENCE
+        while (done := subprocess.run(command, check=False, env=environment, capture_output=True, text=True)).returncode:
+            assert "busy" in done.stderr and time.monotonic() < deadline, done.stderr
+            time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +145,11 @@ pytestmark = pytest.mark.parametrize(
 
 
 def test_the_directory_is_removed(drilled):
-    shutil.rmtree(drilled.path)
+    deadline = time.monotonic() + PATIENCE
+    while drilled.path.exists():
+        # The server may write its counters meanwhile.
+        shutil.rmtree(drilled.path, ignore_errors=True)
+        assert time.monotonic() < deadline, f"{drilled.path} cannot be removed"
     drilled.answers()
     records = drilled.fresh()
     captured = drilled.running.take(records)
@@ -207,7 +217,7 @@ def test_the_file_system_is_full(drilled):
     if drilled.unmounted:
         pytest.skip(f"no tmpfs can be mounted here: {drilled.unmounted}")
     filler = drilled.room / "filler"
-    fill(filler, leave=256 << 10)
+    leave(256 << 10, filler)
     drilled.answers()
     records = drilled.fresh(LARGE)
     captured = drilled.running.take(records)
@@ -224,7 +234,7 @@ def test_the_file_system_is_full(drilled):
     drilled.check(captured, small)
     drilled.forget(small)
 
-    fill(filler, leave=0)
+    fill(filler)
     drilled.answers()
     before = drilled.tree()
     rid, ids = next(iter(drilled.fresh(LARGE).items()))
@@ -235,13 +245,32 @@ def test_the_file_system_is_full(drilled):
     drilled.is_sound()
 
 
-def fill(path: Path, leave: int) -> None:
-    """Let `path` take all bytes of its file system but `leave`."""
+def leave(size: int, path: Path) -> None:
+    """Let `path` take all bytes of its file system but `size`."""
     path.touch()
     found = os.statvfs(path)
-    size = path.stat().st_size + found.f_bavail * found.f_frsize - leave
+    taken = path.stat().st_size + found.f_bavail * found.f_frsize - size
     with path.open("r+b") as stream:
-        os.posix_fallocate(stream.fileno(), 0, size)
+        os.posix_fallocate(stream.fileno(), 0, taken)
+
+
+def fill(path: Path) -> None:
+    """Let `path` take every page of its file system, those with it that the server gives back meanwhile."""
+    with path.open("ab", buffering=0) as stream:
+        while append(stream):
+            pass
+
+
+def append(stream: BinaryIO) -> int:
+    """Append pages until the file system is full; returns the bytes."""
+    before = stream.tell()
+    try:
+        while stream.write(bytes(os.sysconf("SC_PAGE_SIZE"))):
+            pass
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+    return stream.tell() - before
 
 
 @pytest.mark.parametrize("kind", BAD_RIDS)
