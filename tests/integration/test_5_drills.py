@@ -48,9 +48,10 @@ DRILLS = {
     "a flag that the release does not know": ("", {"sglang_server_extra_capture_args": ["--no-such-flag"]}, "does not know --no-such-flag"),
     "a wrong model path": ("", {"sglang_server_extra_capture_args": ["--model-path", "/nowhere"]}, "model path is wrong"),
     "a server that dies": ("die=2 ready=600", {}, "not enough GPU memory"),
-    "/health answers 503 for ever": ("health=503", {"sglang_server_health_timeout": 5}, "not ready within 5 s"),
+    # The time is that of the way back as well.
+    "/health answers 503 for ever": ("health=503", {"sglang_server_health_timeout": 20}, "not ready within 20 s"),
     # A manager that can run no extractor, told by its name.
-    "/generate hangs": ("generate=hang", {"sglang_server_health_timeout": 5, "sglang_server_manager": "process"}, "not ready within 5 s"),
+    "/generate hangs": ("generate=hang", {"sglang_server_health_timeout": 20, "sglang_server_manager": "process"}, "not ready within 20 s"),
 }
 
 
@@ -165,7 +166,8 @@ def test_a_controller_that_is_killed_between_stop_and_start(site):
                 break
         os.killpg(running.pid, signal.SIGKILL)
     assert site.pid() is None
-    site.variables["sglang_server_health_timeout"] = 5
+    # The capture server never is ready; the one that serves is given as long.
+    site.variables["sglang_server_health_timeout"] = 20
     output = site.run("playbooks/extract.yml", fails=True)
     assert "This host is as it was before" in output
     assert site.seen() == before
