@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Entry points of the role extraction on hosts of this machine that hold output of any bytes; no server and no extractor runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hs_manifest as hm
+
+ROOT = Path(__file__).resolve().parents[2]
+IDENTITY = {"dataset": "d" * 64, "weights": "w", "layers": [1], "final": "post_norm", "dtype": "float32"}
+PAYLOAD = "- ansible.builtin.include_role: {name: hidden_state.bridge._bridge}"
+FLIP = "- ansible.builtin.command: {argv: [%s, %s, '{{ extraction_output_dir }}/{{ inventory_hostname }}/safetensors/data_1.safetensors']}"
+
+
+def part(name: str) -> str:
+    return f"- ansible.builtin.include_role: {{name: hidden_state.bridge.extraction, tasks_from: {name}}}"
+
+
+def make_output(path: Path, first: int = 0) -> Path:
+    """A host's own output directory with three records of any bytes, as an extraction that is done leaves it."""
+    hm.claim_directory(str(path), hm.run_of(IDENTITY))
+    hm.claim_run(str(path), IDENTITY, {"host": path.name})
+    (path / "safetensors").mkdir()
+    writer = hm.ManifestWriter(str(path))
+    for record in range(first, first + 3):
+        name, content = f"safetensors/data_{record}.safetensors", bytes([record]) * 50
+        (path / name).write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        writer.append([{"id": record, "source": "a", "line": 1, "file": name, "bytes": 50, "tokens": 3, "sha256": digest}])
+    writer.close()
+    hm.write_json(f"{path}/{hm.STATUS}", {"state": "done"})
+    return path
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Runs tasks, or a playbook, on hosts with these variables each; returns what it printed once it ended as expected."""
+    (tmp_path / "ansible.cfg").touch()
+    plan = {"run": hm.run_of(IDENTITY), "share": "0-2", "total": {"records": 3, "tokens": 9}, "held": {}}
+    common = {
+        "ansible_connection": "local",
+        "ansible_python_interpreter": sys.executable,
+        "dataset_stage_packed": {"path": str(tmp_path / "packed"), "meta": {"records": 3, "tokens": 9}},
+        "extraction_identity": IDENTITY,
+        "extraction_plan": plan,
+        "extraction_output_dir": str(tmp_path / "out"),
+        "extraction_report_dir": str(tmp_path / "reports"),
+        "extraction_state_dir": f"{tmp_path}/state-{{{{ inventory_hostname }}}}",
+        "extraction_code_dir": f"{tmp_path}/code-{{{{ inventory_hostname }}}}",
+        "extraction_python": sys.executable,
+        "extraction_min_free_bytes": 1 << 20,
+        "_bridge_cache_dir": str(tmp_path / "payload"),
+        "_bridge_code_dir": "{{ extraction_code_dir }}",
+    }
+
+    def run(what, hosts=None, *arguments, fails=False, environment=None, groups=()):
+        hosts = {name: {**common, **variables} for name, variables in (hosts or {"one": {}}).items()}
+        inventory = {"sglang": {"hosts": hosts}, **{group: {"hosts": dict.fromkeys(hosts, {})} for group in groups}}
+        (tmp_path / "hosts.json").write_text(json.dumps(inventory))
+        if isinstance(what, Path):
+            playbook = what
+        else:
+            playbook = tmp_path / "play.yml"
+            tasks = "".join(f"    {line}\n" for task in what for line in task.splitlines())
+            playbook.write_text(f"- hosts: sglang\n  gather_facts: true\n  tasks:\n{tasks}")
+        command = [str(Path(sys.executable).parent / "ansible-playbook"), playbook, "-i", "hosts.json", *arguments]
+        surroundings = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "LC_ALL": "C.UTF-8", "ANSIBLE_NOCOLOR": "1"}
+        surroundings["ANSIBLE_COLLECTIONS_PATH"] = str(ROOT / "playbooks" / "collections")
+        surroundings.update(environment or {})
+        done = subprocess.run(command, cwd=tmp_path, env=surroundings, capture_output=True, text=True)
+        print(done.stdout, done.stderr)
+        assert (done.returncode != 0) == fails, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+def reported(tmp_path: Path) -> dict:
+    return json.loads((tmp_path / "reports" / "report.json").read_text())
+
+
+def test_what_a_later_verification_finds_is_in_the_report(play, tmp_path):
+    make_output(tmp_path / "out" / "one")
+    (tmp_path / "flip.py").write_text("import sys; f = open(sys.argv[1], 'r+b'); f.write(b'X')\n")
+    flip = FLIP % (sys.executable, tmp_path / "flip.py")
+    rescued = f"- block:\n    {part('verify')}\n  rescue:\n    {part('account')}\n    - ansible.builtin.fail: {{msg: given up}}"
+    said = play([PAYLOAD, part("verify"), part("account"), flip, rescued], fails=True)
+    assert "1 files in" in said and "given up" in said
+    (row,) = reported(tmp_path)["hosts"]
+    assert row["verified"] is False and [problem["id"] for problem in row["problems"]] == [1]
+    assert row["problems"][0]["file"] == "safetensors/data_1.safetensors"
+
+
+def test_a_report_is_written_where_the_files_of_every_host_are_wrong(play, tmp_path):
+    for name in ("one", "two"):
+        (make_output(tmp_path / "out" / name) / "safetensors" / "data_1.safetensors").write_bytes(b"X" * 50)
+    said = play([PAYLOAD, part("report")], {"one": {}, "two": {}}, fails=True)
+    assert said.count("1 files in") >= 2
+    report = reported(tmp_path)
+    assert [(row["verified"], len(row["problems"])) for row in report["hosts"]] == [(False, 1), (False, 1)]
+    assert report["totals"]["verified"] is False and report["totals"]["complete"]
