@@ -107,3 +107,29 @@ def test_a_report_is_written_where_the_files_of_every_host_are_wrong(play, tmp_p
     report = reported(tmp_path)
     assert [(row["verified"], len(row["problems"])) for row in report["hosts"]] == [(False, 1), (False, 1)]
     assert report["totals"]["verified"] is False and report["totals"]["complete"]
+
+
+# Stands for the controller's interpreter: keeps what the archive would have been asked.
+ASKED = """#!/bin/sh
+cat > "$(dirname "$0")/asked.json"
+echo '{"share": "", "records": 0, "tokens": 0}'
+"""
+
+
+def test_who_takes_over_shares_with_those_alone_that_will(play, tmp_path):
+    """Not with a host that failed and whose server is still brought back, one without a share, and one that is through."""
+    python = tmp_path / "python"
+    python.write_text(ASKED)
+    python.chmod(0o755)
+    make_output(tmp_path / "elsewhere" / "failed")
+    failed = {"bridge_failure": "it broke", "extraction_output_dir": str(tmp_path / "elsewhere"), "extraction_service_name": "its-own"}
+    hosts = {"one": {"_bridge_archive": "pyz", "extraction_controller_python": str(python), "__extraction_before": {"run": "r"}}}
+    hosts["one"]["extraction_manager"] = "supervisor"
+    hosts.update(
+        failed=failed, idle={"extraction_plan": {"share": ""}}, through={"extraction_through": True}, busy={"extraction_weight": 3}
+    )
+    claims = part("claim") + "\n  when: inventory_hostname == 'one'"
+    play([claims], hosts, groups=["hsb_work"])
+    asked = json.loads((tmp_path / "asked.json").read_text())
+    assert asked["weights"] == {"one": 1.0, "busy": 3.0}
+    assert asked["failed"] == {"failed": {"done": "0-2", "refused": []}}
