@@ -133,3 +133,19 @@ def test_who_takes_over_shares_with_those_alone_that_will(play, tmp_path):
     asked = json.loads((tmp_path / "asked.json").read_text())
     assert asked["weights"] == {"one": 1.0, "busy": 3.0}
     assert asked["failed"] == {"failed": {"done": "0-2", "refused": []}}
+
+
+def test_each_host_has_an_output_directory_of_its_own(play, tmp_path):
+    make_output(tmp_path / "out" / "one")
+    make_output(tmp_path / "elsewhere" / "two", 3)
+    hosts = {"one": {}, "two": {"extraction_output_dir": str(tmp_path / "elsewhere")}}
+    breaks = "- ansible.builtin.fail: {msg: it broke}\n  when: inventory_hostname == 'two'"
+    play([PAYLOAD, breaks, part("report")], hosts, fails=True)
+    rows = {row["host"]: row for row in reported(tmp_path)["hosts"]}
+    assert [rows[name]["records"] for name in hosts] == [3, 3]
+    assert rows["two"]["output_dir"] == str(tmp_path / "elsewhere" / "two")
+    linked = tmp_path / "linked"
+    for host in hosts.values():
+        host.update(extraction_collect_dir=str(linked), extraction_collect_mode="link")
+    play(ROOT / "playbooks/collect.yml", hosts)
+    assert sorted(hm.Manifest(str(linked)).entries) == list(range(6))
