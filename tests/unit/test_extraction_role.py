@@ -149,3 +149,25 @@ def test_each_host_has_an_output_directory_of_its_own(play, tmp_path):
         host.update(extraction_collect_dir=str(linked), extraction_collect_mode="link")
     play(ROOT / "playbooks/collect.yml", hosts)
     assert sorted(hm.Manifest(str(linked)).entries) == list(range(6))
+
+
+# The extractor adds a line between the checksum that Ansible takes and its copy.
+GROWING = """
+from ansible.plugins.connection.local import DOCUMENTATION, Connection as Local
+DOCUMENTATION = DOCUMENTATION.replace("name: local", "name: growing")
+class Connection(Local):
+    transport = "growing"
+    def fetch_file(self, in_path, out_path):
+        if in_path.endswith("manifest.jsonl"):
+            with open(in_path, "a") as stream:
+                stream.write('{"id": 3, "sou')
+        super().fetch_file(in_path, out_path)
+"""
+
+
+def test_states_are_pulled_while_the_manifest_grows(play, tmp_path):
+    make_output(tmp_path / "out" / "one")
+    (tmp_path / "growing.py").write_text(GROWING)
+    hosts = {"one": {"ansible_connection": "growing", "extraction_collect_dir": str(tmp_path / "collected")}}
+    play(ROOT / "playbooks/collect.yml", hosts, environment={"ANSIBLE_CONNECTION_PLUGINS": str(tmp_path)})
+    assert sorted(hm.Manifest(str(tmp_path / "collected")).entries) == [0, 1, 2]
