@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from plays import PLAYED
 
 import hs_manifest as hm
 
@@ -99,6 +100,7 @@ def test_what_a_later_verification_finds_is_in_the_report(play, tmp_path):
     assert row["problems"][0]["file"] == "safetensors/data_1.safetensors"
 
 
+@PLAYED
 def test_a_report_is_written_where_the_files_of_every_host_are_wrong(play, tmp_path):
     for name in ("one", "two"):
         (make_output(tmp_path / "out" / name) / "safetensors" / "data_1.safetensors").write_bytes(b"X" * 50)
@@ -135,6 +137,7 @@ def test_who_takes_over_shares_with_those_alone_that_will(play, tmp_path):
     assert asked["failed"] == {"failed": {"done": "0-2", "refused": []}}
 
 
+@PLAYED
 def test_each_host_has_an_output_directory_of_its_own(play, tmp_path):
     make_output(tmp_path / "out" / "one")
     make_output(tmp_path / "elsewhere" / "two", 3)
@@ -171,3 +174,24 @@ def test_states_are_pulled_while_the_manifest_grows(play, tmp_path):
     hosts = {"one": {"ansible_connection": "growing", "extraction_collect_dir": str(tmp_path / "collected")}}
     play(ROOT / "playbooks/collect.yml", hosts, environment={"ANSIBLE_CONNECTION_PLUGINS": str(tmp_path)})
     assert sorted(hm.Manifest(str(tmp_path / "collected")).entries) == [0, 1, 2]
+
+
+def test_a_host_that_never_had_a_share_is_passed_over(play, tmp_path):
+    out, converted = make_output(tmp_path / "out" / "one"), tmp_path / "converted"
+    hosts = {name: {"extraction_convert_dir": str(converted), "extraction_convert_format": "specforge"} for name in ("one", "two")}
+    said = play([PAYLOAD, part("verify"), part("convert") + "\n  when: inventory_hostname == 'two'"], hosts)
+    assert f"Nothing was extracted into {tmp_path}/out/two, so nothing is verified" in said
+    assert f"Nothing was extracted into {tmp_path}/out/two, so nothing is converted" in said
+    assert not converted.exists() and not (tmp_path / "state-two").exists()
+    # What is refused as a whole is about no file.
+    (out / hm.MARKER).unlink()
+    said = play(ROOT / "playbooks/verify.yml", hosts, fails=True)
+    assert f"Nothing was verified in {out}" in said and "0 files" not in said and f"has no {hm.MARKER}" in said
+
+
+@pytest.mark.parametrize("playbook", ["verify.yml", pytest.param("convert.yml", marks=PLAYED)])
+def test_where_no_host_has_anything_the_directory_is_a_wrong_one(play, tmp_path, playbook):
+    host = {"extraction_convert_dir": str(tmp_path / "converted"), "extraction_convert_format": "specforge"}
+    said = play(ROOT / "playbooks" / playbook, {"one": host, "two": host}, fails=True)
+    assert f"No host of this play has states: {tmp_path}/out/one, {tmp_path}/out/two" in said
+    assert not (tmp_path / "converted").exists()
