@@ -102,7 +102,7 @@ class ActionModule(ActionBase):
             try:
                 self._connection.fetch_file(source, temporary)
             except AnsibleError as error:
-                raise AnsibleActionFail("%s cannot be read: %s%s" % (source, error, self._remedy())) from error
+                raise AnsibleActionFail("%s cannot be read: %s%s" % (source, error, self._remedy(args["src"]))) from error
             if _hash_durably(temporary) != file["sha256"]:
                 return "%s has another SHA-256 than its manifest says" % source
             os.rename(temporary, target)
@@ -112,12 +112,13 @@ class ActionModule(ActionBase):
         hs_manifest.fsync_directory(directory)
         return ""
 
-    def _remedy(self):
+    def _remedy(self, source):
         if not self._become:
             return ""
         return (
-            "; files are pulled as the user that connects, before it becomes another: give that user's group the output"
-            " (extraction_output_group), or connect as extraction_user"
+            "; files are pulled as the user that connects, before it becomes another: give a group of that user what is there"
+            " (chgrp -R GROUP %s && chmod -R g+rX %s) and what will be (extraction_output_group), or connect as extraction_user"
+            % (source, source)
         )
 
 

@@ -119,7 +119,9 @@ def test_what_stops_a_pull_is_said_with_its_remedy(host, pull):
         pull()
     pull.action._become = True
     with pytest.raises(
-        AnsibleActionFail, match=r"permission denied.*as the user that connects.*\(extraction_output_group\), or connect as extraction_user"
+        AnsibleActionFail,
+        match=rf"permission denied.*as the user that connects.*chgrp -R GROUP {source} && chmod -R g\+rX {source}\)"
+        r".*\(extraction_output_group\), or connect as extraction_user",
     ):
         pull()
 
