@@ -195,3 +195,9 @@ def test_where_no_host_has_anything_the_directory_is_a_wrong_one(play, tmp_path,
     said = play(ROOT / "playbooks" / playbook, {"one": host, "two": host}, fails=True)
     assert f"No host of this play has states: {tmp_path}/out/one, {tmp_path}/out/two" in said
     assert not (tmp_path / "converted").exists()
+
+
+def test_hosts_of_one_machine_convert_beside_each_other(play):
+    told = "- ansible.builtin.debug: {msg: 'unit {{ __extraction_convert_service }}'}"
+    said = play([part("status, public: true"), told], {"one": {}, "two": {"extraction_service_name": "second"}})
+    assert "unit hidden-state-extraction-conversion" in said and "unit second-conversion" in said
