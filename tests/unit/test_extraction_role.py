@@ -201,3 +201,29 @@ def test_hosts_of_one_machine_convert_beside_each_other(play):
     told = "- ansible.builtin.debug: {msg: 'unit {{ __extraction_convert_service }}'}"
     said = play([part("status, public: true"), told], {"one": {}, "two": {"extraction_service_name": "second"}})
     assert "unit hidden-state-extraction-conversion" in said and "unit second-conversion" in said
+
+
+# Every unit failed, and of one systemd says nothing.
+SYSTEMCTL = """#!/bin/sh
+case "$*" in *mute*) exit 1;; esac
+echo "LoadState=loaded\nActiveState=failed\nMainPID=0\nExecMainStatus=2"
+"""
+
+
+def test_the_status_is_of_the_last_start(play, tmp_path):
+    """That of a service of this very directory; another's end, and a manager that does not answer, tell nothing about it."""
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(SYSTEMCTL)
+    systemctl.chmod(0o755)
+    hosts = {name: {"extraction_manager": "systemd"} for name in ("one", "other", "mute", "never")}
+    hosts["mute"]["extraction_service_name"] = "mute"
+    for name, output in (("one", "out/one"), ("other", "later/other"), ("mute", "out/mute")):
+        make_output(tmp_path / "out" / name)
+        settings = tmp_path / f"state-{name}" / "extraction"
+        settings.mkdir(parents=True)
+        (settings / "config.json").write_text(json.dumps({"output_dir": str(tmp_path / output)}))
+    told = "- ansible.builtin.debug: {msg: '{{ inventory_hostname }} is {{ extraction_status.state }}, {{ extraction_status.message }}.'}"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    said = play([part("status"), told], hosts, environment={"PATH": path})
+    assert "one is failed, the extraction service failed before it could start; its log says why." in said
+    assert all(line in said for line in ("other is done, .", "mute is done, .", "never is absent, ."))
