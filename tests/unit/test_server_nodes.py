@@ -95,8 +95,11 @@ def play(tmp_path):
             "sglang_server_model": "/model",
             "sglang_server_user": "root",
             "sglang_server_info": {
-                **{"found": False, "manager": "systemd", "service": {"pid": 1, "manager": "systemd", "name": "sglang"}},
-                **{"model_file": "/srt/models/m.py", "runtime_file": "/srt/hs_capture/mark"},
+                "found": False,
+                "manager": "systemd",
+                "service": {"pid": 1, "manager": "systemd", "name": "sglang"},
+                "model_file": "/srt/models/m.py",
+                "runtime_file": "/srt/hs_capture/mark",
             },
             "part": part,
             "dead": [],
