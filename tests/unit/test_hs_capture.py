@@ -286,10 +286,46 @@ def test_settings_in_effect_are_read_by_each_accessor(monkeypatch: pytest.Monkey
     assert engine.sglang_version() == "0.5.20"
 
 
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test's process has opened nothing yet."""
+    monkeypatch.setattr(capture, "_opened", None)
+
+
+class Opened:
+    """In the place of a Writer: whether it was closed."""
+
+    def __init__(self, *_given: Any) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_model_of_two_patched_classes_opens_one_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path / "dumps"))
+    engine_modules(SimpleNamespace(pp_size=1), monkeypatch, rank=rank)
+    made: list[Opened] = []
+    monkeypatch.setattr(capture, "open_writer", lambda *given: made.append(Opened()) or made[-1])
+
+    def built(name: str) -> Any:
+        return type(name, (), {"blocks": [None] * 8, "ln_f": SimpleNamespace(weight=SimpleNamespace(shape=(64,)))})()
+
+    model = built("Qwen3Model")
+    first, second = (capture.open_capture(model, "blocks", "ln_f", patch_version="1", family="tuple") for _class in range(2))
+    assert first is not second
+    assert [one.closed for one in made] == ([True, False] if rank == 0 else [])
+    with pytest.raises(guards.CaptureRefused, match=r"Qwen3Model and Qwen2Model of one process.*take the patch out"):
+        capture.open_capture(built("Qwen2Model"), "blocks", "ln_f", patch_version="1", family="tuple")
+    assert [one.closed for one in made] == ([True, False] if rank == 0 else [])
+
+
 def open_capture(family: str = "D", **norm: Any) -> capture.Capture | follower.Follower | None:
     norm = norm or {"weight": SimpleNamespace(shape=(64,))}
     model = SimpleNamespace(blocks=[None] * 8, ln_f=SimpleNamespace(**norm), config=SimpleNamespace(hidden_size=64))
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(capture, "_opened", None)
         patched.setattr(capture, "open_writer", lambda asked, *_rest: directory.DumpDirectory(asked.directory))
         return capture.open_capture(model, "blocks", "ln_f", patch_version="1", family=family)
 

@@ -30,14 +30,36 @@ _FAILED = -1
 _COLLECTIVE = ("stream", "keyword-stream")
 
 
+# The model of this process, and what was opened for it.
+_opened: tuple[Any, Capture | Follower] | None = None
+
+
 def open_capture(model: Any, layers: str, norm: str | None, *, patch_version: str, family: str) -> Capture | Follower:
     """Open the capture that the environment asks for; called when the model is built.
 
     `layers` and `norm` name the model's decoder layers and its final norm (None: it has none).
     Every rank checks the server's settings, only TP rank 0 captures: the
-    others get a Follower. Raises CaptureRefused, which stops the server, with
-    the remedy.
+    others get a Follower. Called again for the same model, by a class that
+    inherits from one that is patched too, it opens anew for the loop of that
+    class. Raises CaptureRefused, which stops the server, with the remedy; also
+    for a second model.
     """
+    global _opened
+    if _opened is not None:
+        known, earlier = _opened
+        if known is not model:
+            raise CaptureRefused(
+                f"{type(known).__name__} and {type(model).__name__} of one process would dump into the same directory",
+                "take the patch out of the model file that is not to be captured (hs_patcher.py revert)",
+            )
+        _opened = None
+        earlier.close()
+    opened = _open(model, layers, norm, patch_version, family)
+    _opened = model, opened
+    return opened
+
+
+def _open(model: Any, layers: str, norm: str | None, patch_version: str, family: str) -> Capture | Follower:
     layer_count, width = len(getattr(model, layers)), _width(model, norm and getattr(model, norm))
     settings = read_settings(os.environ, layer_count)
     if norm is None and FINAL_TENSORS[settings.final]:
@@ -177,6 +199,10 @@ class Capture:
         for rid in dict.fromkeys(wanted):
             self._fail(rid, failure)
         return self._follower()
+
+    def close(self) -> None:
+        """Write what is left, and let go of memory and threads; nothing may begin behind it."""
+        self._writer.close()
 
     def _follower(self) -> FollowerBatch | None:
         """What rank 0 does in a forward whose states it gives up: the others count on its part."""

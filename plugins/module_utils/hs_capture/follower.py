@@ -35,6 +35,9 @@ class Follower:
             return batch
         return FollowerBatch(self._layers) if self._wanted(forward_batch) else None
 
+    def close(self) -> None:
+        """Nothing: it holds no memory and no thread."""
+
 
 class FollowerBatch:
     """One forward on a rank that captures nothing: it completes sums with rank 0."""
