@@ -29,9 +29,8 @@ CAPTURE_FLAGS = (
     (("--enforce-disable-flashinfer-allreduce-fusion",), "0.5.10", "0.5.13", _FUSION),
 )
 
-# The same for the environment: (variable, value, first release, last release, why). These releases turn the fusion on by
-# themselves for DeepSeek-V3 and have no flag against it.
-CAPTURE_ENVIRONMENT = (("SGLANG_IS_FLASHINFER_AVAILABLE", "false", "0.5.4", "0.5.9", _FUSION),)
+# The same for the environment: (variable, value, first release, last release, why).
+CAPTURE_ENVIRONMENT = ()
 
 # The first release that reads its arguments from a file, so that a key need not stand in the process list.
 CONFIG_FILE_SINCE = "0.5.3"

@@ -33,7 +33,7 @@ def accessors() -> dict[str, list[tuple[str, str]]]:
             found[function.name] = [
                 (node.module, alias.name) for node in ast.walk(function) if isinstance(node, ast.ImportFrom) for alias in node.names
             ]
-    return found
+    return {name: imported for name, imported in found.items() if imported}
 
 
 def module_file(release: str, module: str) -> Path | None:

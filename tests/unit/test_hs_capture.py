@@ -292,6 +292,31 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "_opened", None)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_fusion_is_switched_off_where_no_flag_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path / "dumps"))
+    asked = SimpleNamespace(enable_flashinfer_allreduce_fusion=True)
+    engine_modules(None, monkeypatch, rank=rank, get_global_server_args=lambda: asked)
+    open_capture("B")
+    assert asked.enable_flashinfer_allreduce_fusion is False
+    # From 0.5.10 on there is a flag, and what it came to is SGLang's.
+    flagged = SimpleNamespace(enable_flashinfer_allreduce_fusion=True, enforce_disable_flashinfer_allreduce_fusion=False)
+    engine_modules(flagged, monkeypatch, rank=rank)
+    engine.switch_fusion_off()
+    assert flagged.enable_flashinfer_allreduce_fusion is True
+
+
+def test_early_releases_keep_the_fusion_in_a_dictionary(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_modules(None, monkeypatch)
+    early = ModuleType("sglang.srt.managers.schedule_batch")
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers", ModuleType("sglang.srt.managers"))
+    monkeypatch.setitem(sys.modules, early.__name__, early)
+    for asked, left in (({"enable_flashinfer_allreduce_fusion": True}, {"enable_flashinfer_allreduce_fusion": False}), ({}, {})):
+        early.global_server_args_dict = asked
+        engine.switch_fusion_off()
+        assert asked == left
+
+
 class Opened:
     """In the place of a Writer: whether it was closed."""
 

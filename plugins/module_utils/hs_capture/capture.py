@@ -65,6 +65,7 @@ def _open(model: Any, layers: str, norm: str | None, patch_version: str, family:
     if norm is None and FINAL_TENSORS[settings.final]:
         raise CaptureRefused(f"{DUMP_FINAL} is {settings.final}, and this model has no final norm", f"set {DUMP_FINAL}=none")
     check_settings(engine.server_settings())
+    engine.switch_fusion_off()
     rank, size = engine.tensor_parallel()
     # The head has the lowest ranks. Files of ranks on other nodes would lie where nobody reads or removes them.
     beside = size // max(1, int(engine.server_settings()("nnodes") or 1))

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
+_FUSION = "enable_flashinfer_allreduce_fusion"
+_NO_FUSION = "enforce_disable_flashinfer_allreduce_fusion"
+
 
 def server_settings() -> Callable[[str], Any]:
     """Return a reader of server arguments in effect (None for unknown names).
@@ -13,6 +16,30 @@ def server_settings() -> Callable[[str], Any]:
     0.5.15 on; the accessors changed in 0.5.19 and 0.5.20. Early releases keep
     a dictionary of the few arguments that models ask for.
     """
+    record = _server_arguments()
+    if isinstance(record, dict):
+        return record.get
+    if hasattr(record, "resolved_dict"):
+        return record.resolved_dict().get
+    resolved = record._resolved() if hasattr(record, "_resolved") else record
+    return lambda name: getattr(resolved, name, getattr(record, name, None))
+
+
+def switch_fusion_off() -> None:
+    """Let no layer leave its all-reduce to the next one, where no flag says so (before 0.5.10).
+
+    These releases ask their arguments at each forward, in this process; so every rank has to call it before the first one.
+    """
+    record = _server_arguments()
+    if isinstance(record, dict):
+        if _FUSION in record:
+            record[_FUSION] = False
+    elif hasattr(record, _FUSION) and not hasattr(record, _NO_FUSION):
+        setattr(record, _FUSION, False)
+
+
+def _server_arguments() -> Any:
+    """The server arguments of this process, as the release keeps them."""
     try:
         from sglang.srt.runtime_context import get_server_args
     except ImportError:
@@ -21,12 +48,8 @@ def server_settings() -> Callable[[str], Any]:
         except ImportError:
             from sglang.srt.managers.schedule_batch import global_server_args_dict
 
-            return global_server_args_dict.get
-    record = get_server_args()
-    if hasattr(record, "resolved_dict"):
-        return record.resolved_dict().get
-    resolved = record._resolved() if hasattr(record, "_resolved") else record
-    return lambda name: getattr(resolved, name, getattr(record, name, None))
+            return global_server_args_dict
+    return get_server_args()
 
 
 def tensor_parallel() -> tuple[int, int]:

@@ -186,8 +186,8 @@ def check_complete(tensor: Any, what: str) -> None:
     if getattr(tensor, "_sglang_needs_allreduce_fusion", False):
         raise NotCapturable(
             f"{what} is one rank's partial sum: all-reduce fusion left the rest to the next layer",
-            "start the server with --enforce-disable-flashinfer-allreduce-fusion "
-            "(0.5.9 and before: without --enable-flashinfer-allreduce-fusion and with SGLANG_IS_FLASHINFER_AVAILABLE=false)",
+            "start the server with --enforce-disable-flashinfer-allreduce-fusion and without --enable-aiter-allreduce-fusion "
+            "(0.5.9 and before have neither flag: report this release)",
         )
     if not hasattr(tensor, "shape"):
         raise NotCapturable(
