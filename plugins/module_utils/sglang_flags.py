@@ -9,6 +9,8 @@ PRIVATE to the collection. tests/releases/test_flags.py holds the tables against
 
 from __future__ import annotations
 
+import json
+
 # Python 3.9 loads a module from an archive before it says __package__.
 if "." in __name__:
     from .sglang_release import release_key
@@ -230,6 +232,14 @@ def attention_backend(arguments):
     return last_value(arguments, "--prefill-attention-backend") or last_value(arguments, "--attention-backend") or ""
 
 
+def _prefill_graph_backend(text):
+    """The prefill backend that a ``--cuda-graph-config`` names; None where it names none, or is not the JSON that SGLang takes."""
+    try:
+        return json.loads(text)["prefill"]["backend"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def contradictions(arguments):
     """Arguments of an operator that capture cannot work with, known before anything is stopped: messages."""
     found = []
@@ -242,6 +252,13 @@ def contradictions(arguments):
             found.append("%s: %s (remedy: %s)" % (name, reason, remedy))
         else:
             found.append("%s, short for %s: %s (remedy: %s; if it stands for another flag, write that out)" % (name, flag, reason, remedy))
+    backend = _prefill_graph_backend(last_value(arguments, "--cuda-graph-config"))
+    if backend not in (None, "disabled"):
+        found.append(
+            "--cuda-graph-config: its prefill backend is %r, which outweighs --disable-prefill-cuda-graph: %s "
+            """(remedy: --cuda-graph-config '{"prefill": {"backend": "disabled"}}' in sglang_server_extra_capture_args)"""
+            % (backend, _GRAPH)
+        )
     if any(means(word, "--config") for word in arguments):
         found.append("--config: what its file turns on is not seen (remedy: give the file's settings as arguments)")
     return found

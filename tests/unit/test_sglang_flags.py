@@ -189,9 +189,22 @@ def test_a_flag_of_its_own_is_not_the_beginning_of_another():
     assert sf.means("--ssl-keyfile-p", "--ssl-keyfile-password") and sf.means("--ssl-keyfile", "--ssl-keyfile")
 
 
-def test_what_the_runtime_refuses_is_refused_before_the_server_stops():
-    judged = {rule[0] for rule in sf.CAPTURE_RULES}
-    assert {name for name, *_rest in guards._REFUSED} - judged == set()
+def test_prefill_graphs_in_a_configuration_are_contradicted():
+    config = '{"decode": {"backend": "full"}, "prefill": {"backend": "%s"}}'
+    (message,) = sf.contradictions(["--tp", "8", "--cuda-graph-config", config % "breakable"])
+    assert message.startswith("--cuda-graph-config: its prefill backend is 'breakable'") and "sglang_server_extra_capture_args" in message
+    assert len(sf.contradictions(["--cuda-graph-conf=" + config % "full"])) == 1
+    # The later one counts, as the remedy needs.
+    assert sf.contradictions(["--cuda-graph-config", config % "full", "--cuda-graph-config", config % "disabled"]) == []
+    for value in ('{"decode": {"backend": "full"}}', '{"prefill": {"max_bs": 64}}', "{", "[]", '{"prefill": null}'):
+        assert sf.contradictions(["--cuda-graph-config", value]) == []
+
+
+def test_what_the_server_refuses_to_start_with_is_known_before():
+    known = {rule[0] for rule in sf.CAPTURE_RULES}
+    settings = {row[0] for row in guards._REFUSED}
+    left = {name for name in settings - known if not sf.without_taken(["--" + name.replace("_", "-")])[1]}
+    assert left == set()
 
 
 def test_the_value_of_a_flag_that_is_not_written_out():
