@@ -45,7 +45,8 @@ def test_a_server_that_was_started_by_hand(site):
     output = site.play("capture", "-vvv")
     assert secret not in output
     words = arguments_of(site.pid())
-    assert "--enable-mixed-chunk" not in words and words[-3:] == ["--chunked-prefill-size", "-1", "--disable-prefill-cuda-graph"]
+    added = ["--chunked-prefill-size", "-1", "--disable-prefill-cuda-graph", "--enforce-disable-flashinfer-allreduce-fusion"]
+    assert "--enable-mixed-chunk" not in words and words[-4:] == added
     assert "- --enable-mixed-chunk (decode rows are mixed into a prefill)" in output
     capturing = site.seen()
     assert set(capturing["environment"]) - set(by_hand["environment"]) == {f"SGLANG_HS_DUMP_DIR={site.directory}/dumps".encode()}

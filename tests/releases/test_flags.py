@@ -76,9 +76,10 @@ def test_no_switch_is_missing(release):
     assert {"--disable-radix-cache", "--chunked-prefill-size"} <= set(words)
     graphs = [flag for flag in ("--disable-prefill-cuda-graph", "--disable-piecewise-cuda-graph") if flag in known]
     assert graphs[:1] == [word for word in words if word.endswith("-cuda-graph")], name
-    # From 0.5.14 on layers give out complete states, whatever is fused.
+    # From 0.5.21 on every loop whose layers fuse gives out complete states; before, those of the shape "tuple" do not.
     fusion = "--enforce-disable-flashinfer-allreduce-fusion"
-    assert (fusion in words) == (fusion in known and Version(name) < Version("0.5.14")), name
+    assert (fusion in words) == (fusion in known and Version(name) < Version("0.5.21")), name
+    assert (fusion in known) == (Version(name) >= Version("0.5.10")), name
     assert sf.reads_config_file(name) == ("--config" in known), name
 
 
@@ -87,6 +88,12 @@ def test_every_layout_is_judged(release):
     refused = {flag for rule in sf.CAPTURE_RULES for flag in rule[2]}
     open_ones = {flag for flag in known if LAYOUT.match(flag)} - refused - HARMLESS
     assert {flag for flag in open_ones if not sf.without_taken([flag, "1"])[1]} == set(), name
+
+
+def test_every_fusion_that_can_be_asked_for_is_taken_away(release):
+    name, known = release
+    asked = {flag for flag in known if re.fullmatch(r"--enable-.*-allreduce-fusion", flag)}
+    assert {flag for flag in asked if not sf.without_taken([flag])[1]} == set(), name
 
 
 def test_values_of_what_is_taken_away(release):

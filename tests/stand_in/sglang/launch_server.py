@@ -18,7 +18,14 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-SWITCHES = {"--disable-radix-cache", "--disable-prefill-cuda-graph", "--trust-remote-code", "--enable-mixed-chunk", "--enable-dp-attention"}
+SWITCHES = {
+    "--disable-radix-cache",
+    "--disable-prefill-cuda-graph",
+    "--enforce-disable-flashinfer-allreduce-fusion",
+    "--trust-remote-code",
+    "--enable-mixed-chunk",
+    "--enable-dp-attention",
+}
 VALUES = {
     "--model-path",
     "--host",
