@@ -109,7 +109,11 @@ class DumpDirectory:
                 return self._handle
             self._handle = Handle(open_directory(self.path))
         logger.error("the dump directory %s was removed or replaced; dumps that waited there are lost", self.path)
-        raise NotCapturable(
+        raise self.gone()
+
+    def gone(self) -> NotCapturable:
+        """The error of what lay, or was being written, in a directory that does not lie under the path any more."""
+        return NotCapturable(
             f"the dump directory {self.path} was removed or replaced while the server ran",
             "leave it alone while the server runs",
         )

@@ -61,8 +61,9 @@ class Spool:
             self._under_way -= size
             self._waiting += size
             self._published_at = time.monotonic()
-        # What was moved away meanwhile took the dump along.
-        self._directory.handle()
+        # What was moved away meanwhile took the dump along; handle() says so to one thread alone.
+        if self._directory.handle() is not handle:
+            raise self._directory.gone()
         return size
 
     def tidy(self, handle: Handle) -> int:

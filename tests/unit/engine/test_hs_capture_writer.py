@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import dumping
 import pytest
@@ -306,6 +307,24 @@ def test_a_directory_that_is_taken_away_is_made_again(tmp_path: Path, how: str, 
     check(path, "hsb-b", 10)
     assert "dumps that waited there are lost" in caplog.text
     assert not (tmp_path / "moved").exists() or os.listdir(tmp_path / "moved") == [dumpfile.COUNTERS_NAME]
+
+
+def test_every_dump_that_went_along_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads have written when the directory is moved: the one that looks second finds a new one in its place."""
+    path = tmp_path / "dumps"
+    to = dumping.make_writer(settings(path), HIDDEN)
+    written = threading.Barrier(2, action=lambda: path.rename(tmp_path / "moved"))
+    write = to._spool._write
+
+    def write_and_wait(*given: Any) -> None:
+        write(*given)
+        written.wait(20)
+
+    monkeypatch.setattr(to._spool, "_write", write_and_wait)
+    forward(to, ("hsb-a", 10), ("hsb-b", 10))
+    assert dumping.names(to, path) == ["hsb-a.error.json", "hsb-b.error.json"]
+    assert "was removed or replaced" in marker(path, "hsb-a")["reason"] == marker(path, "hsb-b")["reason"]
+    assert to.counters["requests"] == 0
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "open"])
