@@ -185,8 +185,10 @@ class Capture:
         wanted = self._requests.wanted(forward_batch, rids)
         if not wanted:
             return None
+        # Rids whose failure is told already.
+        failed: set[str] = set()
         try:
-            self._open = self._begin(forward_batch, rids, Counter(wanted))
+            self._open = self._begin(forward_batch, rids, Counter(wanted), failed)
         except NotCapturable as error:
             failure = error
         except Exception as error:
@@ -198,7 +200,8 @@ class Capture:
         else:
             return self._open or self._follower()
         for rid in dict.fromkeys(wanted):
-            self._fail(rid, failure)
+            if rid not in failed:
+                self._fail(rid, failure)
         return self._follower()
 
     def close(self) -> None:
@@ -218,7 +221,7 @@ class Capture:
         lengths = [int(length) for length in forward_batch.extend_seq_lens_cpu]
         return self._expected.rids(forward_batch.input_ids, lengths)
 
-    def _begin(self, forward_batch: Any, rids: list[Any], wanted: Counter[str]) -> Batch | None:
+    def _begin(self, forward_batch: Any, rids: list[Any], wanted: Counter[str], failed: set[str]) -> Batch | None:
         check_batch(forward_batch)
         lengths = [int(length) for length in forward_batch.extend_seq_lens_cpu]
         starts = [int(start) for start in forward_batch.extend_prefix_lens_cpu]
@@ -233,9 +236,11 @@ class Capture:
         pieces = []
         first = 0
         for rid, start, length in zip(rids, starts, lengths):
-            if rid in wanted:
+            if rid in wanted and rid not in failed:
                 piece = self._piece(rid, start, first, length, wanted[rid])
-                if piece is not None:
+                if piece is None:
+                    failed.add(rid)
+                else:
                     pieces.append(piece)
             first += length
         if not pieces:

@@ -12,11 +12,12 @@ _ALIGNMENT = 4096
 
 
 class RingFull(Exception):
-    """The ring had no room for a block. `ever`: whether it can have it at all."""
+    """The ring had no room for a block. `ever`: whether it can have it at all; `waited`: seconds."""
 
-    def __init__(self, message: str, ever: bool) -> None:
+    def __init__(self, message: str, ever: bool, waited: float = 0.0) -> None:
         super().__init__(message)
         self.ever = ever
+        self.waited = waited
 
 
 class Block:
@@ -70,7 +71,7 @@ class Ring:
             while offset is None:
                 if self._stalled or waited >= seconds:
                     self._stalled = True
-                    raise RingFull(f"no room for {size} bytes came within {seconds:g} s", ever=True)
+                    raise RingFull(f"no room for {size} bytes came within {seconds:g} s", ever=True, waited=waited)
                 self._freed.wait(seconds - waited)
                 waited = time.monotonic() - began
                 offset = self._room(size)

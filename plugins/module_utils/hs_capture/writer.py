@@ -114,13 +114,12 @@ class Writer:
         try:
             block, waited = self._ring.take(self._layout.block_bytes(rows), self._seconds)
         except RingFull as error:
-            self.counters.add(ring_waits=error.ever)
+            self._count_wait(error.waited)
             raise NotCapturable(
                 f"{rows} tokens found no room in the capture's host memory: {error}",
                 "see that the extractor runs and its disk is fast enough" if error.ever else f"raise {MAX_BYTES}, or cut the record",
             ) from error
-        if waited:
-            self.counters.add(ring_waits=1, ring_wait_seconds=waited)
+        self._count_wait(waited)
         with self._done:
             for piece in pieces:
                 if piece.start == 0:
@@ -130,6 +129,10 @@ class Writer:
         if asked:
             self._open.fingerprints = self._fingerprints.reserve(asked)
         return self._open
+
+    def _count_wait(self, seconds: float) -> None:
+        if seconds:
+            self.counters.add(ring_waits=1, ring_wait_seconds=seconds)
 
     def submit(self, sheet: Sheet) -> None:
         """Write the pieces of a sheet whose tensors are all there; never raises."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hs_capture import capture, dumpfile
+from hs_capture.guards import NotCapturable
 from hs_capture.settings import Settings
 
 LAYERS, HIDDEN = 8, 4
@@ -237,6 +238,21 @@ def test_batches_that_cannot_be_captured(server: Server, made: SimpleNamespace, 
     assert server.names() == ["hsb-a.error.json"]
     assert reason in server.error("hsb-a")["reason"]
     assert remedy in server.error("hsb-a")["remedy"]
+
+
+def test_each_request_fails_once_with_the_first_reason(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*arguments: object) -> None:
+        raise NotCapturable("no room", "make some")
+
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(server.writer, "reserve", no_room)
+    monkeypatch.setattr(server.writer, "fail", lambda rid, error: told.append((rid, error.reason.partition(" starts")[0])))
+    server.forward(batch(("hsb-a", 5, 3), ("hsb-b", 0, 3), ("hsb-c", 0, 2), ("hsb-c", 0, 2)))
+    assert told == [("hsb-a", "the piece"), ("hsb-c", "the rid came twice in one batch"), ("hsb-b", "no room")]
+    # A further piece of what has failed has its marker.
+    told.clear()
+    server.forward(batch(("hsb-a", 8, 3), ("hsb-d", 0, 3)))
+    assert told == [("hsb-d", "no room")]
 
 
 def test_a_layer_that_gave_nothing_is_an_error(server: Server) -> None:

@@ -187,6 +187,10 @@ def test_a_full_ring_is_an_error_with_its_reason(tmp_path: Path, monkeypatch: py
     forward(to, ("hsb-a", 30))
     with pytest.raises(guards.NotCapturable, match="30 tokens found no room in the capture's host memory"):
         forward(to, ("hsb-b", 30))
+    assert (to.counters["ring_waits"], 0.3 <= to.counters["ring_wait_seconds"] < 5) == (1, True)
+    # Refused at once: one for what stalled before, one for what can never fit.
+    with pytest.raises(guards.NotCapturable, match="30 tokens found no room"):
+        forward(to, ("hsb-b", 30))
     with pytest.raises(guards.NotCapturable, match="raise SGLANG_HS_DUMP_MAX_BYTES"):
         forward(to, ("hsb-c", 60))
     hang.set()
