@@ -49,7 +49,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-PATCH_VERSION = "2"
+PATCH_VERSION = "3"
 CHANGES = ("imports", "init", "layer loop", "after the norm")
 RUNTIME_PACKAGE = "hs_capture"
 RUNTIME_FILES = (
@@ -89,7 +89,7 @@ _HEADER = re.compile(
     rb"^# hidden_state\.bridge patch (\S+), family (\S+), original sha256 ([0-9a-f]{64})$",
     re.MULTILINE,
 )
-_OWN_NAMES = ("_hs", "_hs_open", "_hs_capture")
+_OWN_NAMES = ("_hs", "_hs_open", "_hs_of", "_hs_asked", "_hs_capture")
 
 # What a killed run can leave: tempfile's names behind a prefix of ours.
 _TEMPORARY = re.compile(r"\.hsb-[a-z0-9_]{8}")
@@ -347,7 +347,23 @@ def _hs_open(model, layers, norm):
             "Run patch.yml (or hs_patcher.py apply) again, or unset SGLANG_HS_DUMP_DIR."
         ) from error
     return open_capture(model, layers, norm, patch_version="{version}", family="{family}")
+
+
+def _hs_of(model):
+    """The capture that a model opened; an error where its class is built without the __init__ that opens one."""
+    if not hasattr(model, "_hs_capture"):
+        raise RuntimeError(
+            f"hidden_state.bridge: SGLANG_HS_DUMP_DIR is set, but {{type(model).__name__}} runs the decoder loop of "
+            f"{{__name__}} without its __init__, so no capture was opened. "
+            "Serve a model that builds itself by it, or unset SGLANG_HS_DUMP_DIR."
+        )
+    return model._hs_capture
+
+
+_hs_asked = bool(__import__("os").environ.get("SGLANG_HS_DUMP_DIR"))
 '''
+# A class of another file may inherit the forward and not the __init__: unset, that has to work as it does unpatched.
+_BEGUN = '_hs = _hs_of(self) if _hs_asked else getattr(self, "_hs_capture", None)'
 
 
 def _only(nodes: list, what: str):
@@ -901,7 +917,7 @@ def _edits(source: _Source) -> tuple[str, list[_Edit]]:
             top.lineno,
             "loop",
             top.col_offset,
-            ["_hs = self._hs_capture", "if _hs is not None:", "    _hs = _hs.begin(forward_batch)"],
+            [_BEGUN, "if _hs is not None:", "    _hs = _hs.begin(forward_batch)"],
         ),
         *edits,
         source.block(place, "norm", norm.statement.col_offset, ["if _hs is not None:", f"    {watch}"]),

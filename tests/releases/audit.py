@@ -76,9 +76,11 @@ def _of_class(hook: _Hook) -> list[str]:
     first = min(found.loop.lineno for found in hook.found)
     if any(isinstance(node, ast.Return) and node.lineno < first for node in ast.walk(forward)):
         doubts.append("forward can return before the decoder loop")
-    begun = [statement for statement in forward.body if ast.unparse(statement) == "_hs = self._hs_capture"]
+    begun = [statement for statement in forward.body if ast.unparse(statement) == inserted.BEGUN]
     if len(begun) != 1 or begun[0].lineno > first:
         doubts.append("the capture does not begin before the loop, in the body of forward itself")
+    if any(isinstance(node, ast.Attribute) and node.attr == "_hs_capture" for node in ast.walk(forward)):
+        doubts.append("forward asks for the capture's attribute, which a class that inherits it may not have")
     return doubts + _escapes(hook, forward)
 
 

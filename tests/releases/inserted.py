@@ -10,16 +10,19 @@ from __future__ import annotations
 import ast
 
 WRAPPERS = {"collector", "callback"}
+# With the variable unset nothing of the model is asked for that its class may not have.
+BEGUN = "_hs = _hs_of(self) if _hs_asked else getattr(self, '_hs_capture', None)"
+ASKED = "_hs_asked = bool(__import__('os').environ.get('SGLANG_HS_DUMP_DIR'))"
 
 
 class _WithoutPatch(ast.NodeTransformer):
     """Takes every node of the patch out of a tree, and only such as do nothing when nothing is captured."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
-        return None if node.name == "_hs_open" or _opens_only(node) else self.generic_visit(node)
+        return None if node.name in ("_hs_open", "_hs_of") or _opens_only(node) else self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        ours = ast.unparse(node) == "_hs = self._hs_capture" or ast.unparse(node).startswith("self._hs_capture = _hs_open(self, ")
+        ours = ast.unparse(node) in (BEGUN, ASKED) or ast.unparse(node).startswith("self._hs_capture = _hs_open(self, ")
         return None if ours else self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> ast.AST | None:

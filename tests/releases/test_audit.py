@@ -41,6 +41,7 @@ KEYWORD = STREAM.replace("forward_batch, residual)\n        h", OWN + "\n       
     "return self.mlp", "self.boundary.prepare(hidden_states, capture=capture_output)\n        return self.mlp"
 )
 LOOP = "        for i in range(len(self.layers)):\n"
+BEGUN = '        _hs = _hs_of(self) if _hs_asked else getattr(self, "_hs_capture", None)\n'
 NORM = "        # hidden_state.bridge begin norm\n"
 
 
@@ -106,11 +107,12 @@ def test_what_the_patcher_makes_is_without_doubt(patched, source):
         (TUPLE, LOOP, "        for again in range(2):\n          pass\n" + LOOP, None),
         (
             TUPLE,
-            "        _hs = self._hs_capture\n",
-            "        if self.fused:\n            return 1\n        _hs = self._hs_capture\n",
+            BEGUN,
+            "        if self.fused:\n            return 1\n" + BEGUN,
             "can return before",
         ),
-        (TUPLE, "        _hs = self._hs_capture\n", "", "does not begin before the loop"),
+        (TUPLE, BEGUN, "", "does not begin before the loop"),
+        (TUPLE, BEGUN, "        _hs = self._hs_capture\n", "which a class that inherits it may not have"),
         (
             TUPLE,
             "hidden_states, residual = self.input_norm(hidden_states, residual)",

@@ -185,6 +185,22 @@ def test_an_older_patch_is_upgraded_with_its_runtime(model: Path, originals: str
     assert model.read_bytes() == DATA
 
 
+def test_patch_2_is_recognised_upgraded_and_reverted(model: Path, originals: str, patched: str) -> None:
+    """Its loader had no _hs_of, and its forward read the attribute of the model."""
+    loader = patched[patched.index("\n\ndef _hs_of(") : patched.index("# hidden_state.bridge end imports")]
+    second = patched.replace(loader, "").replace(hs_patcher._BEGUN, "_hs = self._hs_capture")
+    second = second.replace(f"bridge patch {hs_patcher.PATCH_VERSION},", "bridge patch 2,")
+    second = second.replace(f'patch_version="{hs_patcher.PATCH_VERSION}"', 'patch_version="2"')
+    assert second.count("_hs_of") == second.count("_hs_asked") == 0
+    model.write_text(second)
+    assert hs_patcher.revert(model, originals=originals, dry_run=True).after == DATA
+    result = hs_patcher.apply(model, originals=originals)
+    assert (result.found_version, model.read_text()) == ("2", patched)
+    model.write_text(second)
+    assert hs_patcher.revert(model, originals=originals).found_version == "2"
+    assert model.read_bytes() == DATA
+
+
 @pytest.mark.parametrize("version", [str(int(hs_patcher.PATCH_VERSION) + 1), "1000", f"{hs_patcher.PATCH_VERSION}.1", "next"])
 def test_a_patch_from_the_future_is_refused_by_apply_and_reverted(model: Path, originals: str, patched: str, version: str) -> None:
     future = patched.replace(f"bridge patch {hs_patcher.PATCH_VERSION},", f"bridge patch {version},")

@@ -126,6 +126,38 @@ def test_loader_is_inert_unless_the_gate_is_set(model: Path, originals: str, mon
         space["_hs_open"](object(), "layers", "norm")
 
 
+# As SGLang's Glm4MoeLiteModel does: it makes the attributes by itself, and has the forward of another file.
+HEIR = """
+class Heir(DeepseekV2Model):
+    def __init__(self):
+        self.layers, self.start_layer, self.end_layer, self.layers_to_capture = [], 0, 0, []
+        self.norm = lambda hidden, residual=None: hidden
+        self.pp_group = type("Group", (), {"is_last_rank": True})
+
+
+Mode = type("Mode", (), {"is_idle": lambda self: False})
+Batch = type("Batch", (), {"forward_mode": Mode()})
+"""
+
+
+@pytest.mark.parametrize("directory", [None, "", "/dev/shm/x"])
+def test_a_class_that_inherits_the_forward_alone(
+    model: Path, originals: str, monkeypatch: pytest.MonkeyPatch, directory: str | None
+) -> None:
+    hs_patcher.apply(model, originals=originals)
+    monkeypatch.delenv("SGLANG_HS_DUMP_DIR", raising=False)
+    if directory is not None:
+        monkeypatch.setenv("SGLANG_HS_DUMP_DIR", directory)
+    space: dict = {"__name__": "sglang.srt.models.deepseek_v2"}
+    exec(compile(model.read_text() + HEIR, str(model), "exec", dont_inherit=True), space)
+    heir = space["Heir"]()
+    if not directory:
+        assert heir.forward("ids", None, space["Batch"]) == "ids"
+        return
+    with pytest.raises(RuntimeError, match=r"but Heir runs the decoder loop of sglang\.srt\.models\.deepseek_v2 without its __init__"):
+        heir.forward("ids", None, space["Batch"])
+
+
 def test_everything_is_python_3_9() -> None:
     runtime = Path(hs_capture.__file__).parent
     for path in [PROGRAM, *runtime.glob("*.py")]:

@@ -24,8 +24,8 @@ BEGIN, END = "# hidden_state.bridge begin ", "# hidden_state.bridge end "
 IN_LOOP = {"own", "collector", "output", "output-2"}
 # A name of the frame is tested, and a jump made around what follows.
 A_LAYER = ("LOAD_FAST", "POP_JUMP", "JUMP_FORWARD")
-# The attribute is read into that name, which is tested before the loop and behind it.
-ONCE = 8
+# Whether a capture is asked for is tested; the attribute, or None, is read into that name, which is tested before the loop and behind it.
+ONCE = 14
 
 
 @dataclass
