@@ -69,7 +69,7 @@ def test_present(module, model: Path) -> None:
     # The check left the file alone: the next task still found the original.
     assert (patched["checksum_before"], patched["checksum_after"]) == (sha256(before), sha256(after))
     assert [change["name"] for change in patched["changes"]] == ["imports", "init", "layer loop", "after the norm"]
-    assert (patched["sglang_version"], patched["family"], patched["patch_version"]) == ("0.5.20", "D", "2")
+    assert (patched["sglang_version"], patched["family"], patched["patch_version"]) == ("0.5.20", "D", "3")
     assert (patched["model_file"], patched["link"], patched["leftovers"]) == (str(model), None, [])
     assert Path(patched["original"]).read_bytes() == before
     source = ROOT / "plugins" / "module_utils" / "hs_capture"
