@@ -33,9 +33,6 @@ CAPTURE_FLAGS = (
     (("--enforce-disable-flashinfer-allreduce-fusion",), "0.5.10", "0.5.20", _FUSION),
 )
 
-# The same for the environment: (variable, value, first release, last release, why).
-CAPTURE_ENVIRONMENT = ()
-
 # The first release that reads its arguments from a file, so that a key need not stand in the process list.
 CONFIG_FILE_SINCE = "0.5.3"
 
@@ -67,11 +64,6 @@ def within(release, first, last):
 def capture_arguments(release):
     """The arguments that make a server of this release fit for capture, in the order in which they are passed."""
     return [word for words, first, last, _why in CAPTURE_FLAGS if within(release, first, last) for word in words]
-
-
-def capture_environment(release):
-    """The environment that goes with them."""
-    return {name: value for name, value, first, last, _why in CAPTURE_ENVIRONMENT if within(release, first, last)}
 
 
 def reads_config_file(release):
@@ -117,9 +109,6 @@ def capture_differences(arguments, release, environment=None):
     for words, first, last, why in CAPTURE_FLAGS:
         if within(release, first, last):
             lines.append("+ %s (%s)" % (" ".join(words), why))
-    for name, value, first, last, why in CAPTURE_ENVIRONMENT:
-        if within(release, first, last):
-            lines.append("+ %s=%s (%s)" % (name, value, why))
     return lines + ["+ %s=%s" % pair for pair in sorted((environment or {}).items())]
 
 

@@ -148,10 +148,6 @@ capture_args:
   returned: always
   type: list
   elements: str
-capture_environment:
-  description: Environment that goes with RV(capture_args).
-  returned: always
-  type: dict
 attention_backend:
   description: Attention backend that the server's arguments choose for prefill. Empty where they leave it to SGLang.
   returned: always
@@ -286,7 +282,6 @@ def gather(params):
         "manager": located["manager"],
         "found": is_found,
         "capture_args": sf.capture_arguments(release),
-        "capture_environment": sf.capture_environment(release),
         "capture_differences": [hp.masked_line(line) for line in sf.capture_differences(place["arguments"], release)],
         "attention_backend": sf.attention_backend(arguments),
         "gpu_architecture": gpus.architecture(),

@@ -266,7 +266,7 @@ def test_what_made_the_records_that_are_there_counts_too(evaluate):
     assert of_one_run(evaluate, before=old, left=0) == of_one_run(evaluate, before={"sglang_version": "0.5.20"}) == {"one": [], "two": []}
 
 
-@pytest.mark.parametrize("name", ["configure", "convert"])
+@pytest.mark.parametrize("name", ["configure", "convert_here"])
 def test_a_planted_link_in_a_shared_output_directory_is_refused(tmp_path, name):
     """Whoever may write there would have the directory of his choice given to the extractor's user."""
     (target,) = [

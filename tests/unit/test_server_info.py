@@ -14,7 +14,7 @@ def test_any_other_file_of_the_runtime_shows_in_the_one_that_a_process_is_compar
     hs_patcher.apply(model, originals=originals)
     marker = model.parents[1] / sglang_info.RUNTIME_MARK
     assert marker.read_bytes()
-    earlier = os.stat(model).st_mtime_ns
+    earlier = os.stat(marker).st_mtime_ns
     for path in (*marker.parent.iterdir(), model):
         os.utime(path, (1000, 1000))
     assert not hs_patcher.apply(model, originals=originals).changed and os.stat(marker).st_mtime == 1000

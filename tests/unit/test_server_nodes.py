@@ -221,7 +221,7 @@ def test_a_host_that_is_away_fails_its_head_instead_of_dropping_it(play, tmp_pat
 
 @pytest.mark.parametrize("state, files", [("capture", "/srt/models/m.py /srt/hs_capture/mark"), ("serving", "")])
 def test_a_capture_server_is_compared_with_its_model_file_and_its_runtime(play, state, files):
-    info = {"found": False, "manager": "systemd", "service": {"pid": None}, "capture_args": [], "capture_environment": {}}
+    info = {"found": False, "manager": "systemd", "service": {"pid": None}, "capture_args": []}
     info.update(model_file="/srt/models/m.py", runtime_file="/srt/hs_capture/mark")
     common = {"sglang_server_state": state, "sglang_server_info": info, "__sglang_server_service_state": "present"}
     for part, times in {"nodes": 2, "service": 1}.items():

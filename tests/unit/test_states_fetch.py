@@ -108,7 +108,7 @@ def test_killed_anywhere_it_goes_on(host, pull, stage):
 
 def test_what_stops_a_pull_is_said_with_its_remedy(host, pull):
     source, dest = host
-    with pytest.raises(AnsibleActionFail, match=r"and 1\.15e\+06 TB stay free \(extraction_min_free_bytes\); make room and call again"):
+    with pytest.raises(AnsibleActionFail, match=r"and 1152922 TB stay free \(extraction_min_free_bytes\); make room and call again"):
         pull(min_free_bytes=1 << 60)
 
     def refuse(path):

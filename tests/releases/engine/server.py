@@ -76,7 +76,6 @@ class Server:
         self._environment = {
             **os.environ,
             **settings["_sglang_cpu_server_environment"],
-            **sglang_flags.capture_environment(engine.release),
             # One core a rank: ranks that share cores wait for each other.
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, usable_cores()[:tp_size])),
             **environment,
