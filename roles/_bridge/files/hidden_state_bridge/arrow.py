@@ -19,7 +19,7 @@ import hs_manifest
 
 from .errors import Refusal
 from .packed import PackedDataset
-from .store import Access, replacing
+from .store import Access, filling
 from .together import is_ours
 
 DIRECTORY = "speculators"
@@ -59,7 +59,7 @@ def write_arrow(dest: str, dataset: PackedDataset, records: np.ndarray, whole: s
     paths = {file: os.path.join(directory, file) for file in (name, *wanted)}
     written = set()
     if not {f"{DIRECTORY}/{file}" for file in paths} <= whole or hs_manifest.read_json(paths[STATE]) != state:
-        with replacing(paths[name], access) as temporary:
+        with filling(paths[name], access, replace=True) as temporary:
             _write_stream(temporary, dataset, records)
         for file, content in wanted.items():
             hs_manifest.write_json(paths[file], content, access.file_mode, access.gid)

@@ -102,7 +102,7 @@ def _save_one(output_dir: str, format_name: str, access: Access, record: Record,
     name = file_name(format_name, record.index)
     path = os.path.join(output_dir, name)
     make_directories(output_dir, os.path.dirname(name), access)
-    with replacing(path, access) as temporary:
+    with filling(path, access, replace=True) as temporary:
         digest = FORMATS[format_name].save(temporary, record, states)
         size = os.path.getsize(temporary)
     return {"file": name, "bytes": size, "sha256": digest}
@@ -117,12 +117,13 @@ def make_directories(output_dir: str, below: str, access: Access) -> None:
 
 
 @contextlib.contextmanager
-def filling(path: str, access: Access) -> Iterator[str]:
+def filling(path: str, access: Access, replace: bool = False) -> Iterator[str]:
     """Gives the name of an empty temporary file beside `path`; it is durable, with its mode and group, once the block has filled it.
 
-    Where the block raises, the temporary file is removed. Raises OSError.
+    With `replace` it is at `path` then, as durably. Where the block raises, the temporary file is removed. Raises OSError.
     """
-    temporary = os.path.join(os.path.dirname(path), dumpfile.temporary_name(os.path.basename(path)))
+    directory = os.path.dirname(path)
+    temporary = os.path.join(directory, dumpfile.temporary_name(os.path.basename(path)))
     try:
         # Made first, so that states are never readable by others.
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -131,26 +132,14 @@ def filling(path: str, access: Access) -> Iterator[str]:
         if access.gid >= 0:
             os.chown(temporary, -1, access.gid)
         _fsync(temporary)
+        if replace:
+            os.rename(temporary, path)
     except BaseException:
         if os.path.lexists(temporary):
             os.unlink(temporary)
         raise
-
-
-@contextlib.contextmanager
-def replacing(path: str, access: Access) -> Iterator[str]:
-    """Gives the name of an empty temporary file beside `path`, and puts it there, durable, once the block has filled it.
-
-    Where the block raises, the temporary file is removed. Raises OSError.
-    """
-    with filling(path, access) as temporary:
-        yield temporary
-    try:
-        os.rename(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise
-    hs_manifest.fsync_directory(os.path.dirname(path))
+    if replace:
+        hs_manifest.fsync_directory(directory)
 
 
 def entry_of(record: Record, files: list[dict[str, Any]], sglang_version: str) -> dict[str, Any]:

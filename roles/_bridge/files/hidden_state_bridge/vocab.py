@@ -17,7 +17,7 @@ import numpy as np
 
 from .errors import Refusal
 from .packed import PackedDataset
-from .store import Access, replacing
+from .store import Access, filling
 
 MAPPING = "vocab_mapping.pt"
 FREQUENCIES = "speculators/token_freq.pt"
@@ -85,6 +85,6 @@ def _write(path: str, content: dict[Any, Any], whole: bool, access: Access) -> b
         there = torch.load(path, weights_only=True)
         if there.keys() == content.keys() and all(torch.equal(*map(torch.as_tensor, (there[key], content[key]))) for key in content):
             return False
-    with replacing(path, access) as temporary:
+    with filling(path, access, replace=True) as temporary:
         torch.save(content, temporary)
     return True
