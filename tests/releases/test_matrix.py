@@ -37,7 +37,7 @@ DECODERS = {"0.5.9": (78, 72), "0.5.20": (104, 92), "0.5.23": (111, 100)}
 # Doubts of the audit that a reader of the model has settled.
 SETTLED = {
     ("0.5.20", "qwen3_5.py"): {
-        "self.norm is also used at line 1874 in another way": "the fused finalize takes the norm's place in a branch of its own: "
+        "self.norm is also used at line 1888 in another way": "the fused finalize takes the norm's place in a branch of its own: "
         "the capture does not come to its end there, and the requests get error markers"
     },
     ("0.5.23", "glm5_next.py"): {
