@@ -5,6 +5,7 @@
 
 The extractor writes them and everything else (planner, verify, status) reads them through this module.
 It needs nothing but the standard library, so it runs under any Python 3.9+ of a host.
+
 A line is a record. With one output format it has `file`, `bytes` and `sha256`; with several, `files` lists these three for each
 format, and `bytes` is their sum. In a collection it also has `host`, and a line with `superseded` is of a copy that is not there.
 A record is *done* when the manifest has a valid line for it and its files exist with that line's sizes.

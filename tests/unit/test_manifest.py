@@ -28,12 +28,15 @@ def entry(path, record, size=10, tokens=5, source="a"):
     return {"id": record, "source": source, "line": record + 1, "file": name, "bytes": size, "tokens": tokens, "sha256": "0" * 64}
 
 
-@pytest.fixture
-def out(tmp_path):
-    path = tmp_path / "host"
+def claimed(path):
     hm.claim_directory(str(path), RUN)
     hm.claim_run(str(path), IDENTITY, {"host": "one"})
     return path
+
+
+@pytest.fixture
+def out(tmp_path):
+    return claimed(tmp_path / "host")
 
 
 def append(path, *entries):
@@ -304,9 +307,7 @@ def test_the_size_of_the_real_run_takes_about_a_second(out):
 
 
 def test_files_of_another_format_are_a_conflict(tmp_path):
-    path = tmp_path / "out"
-    hm.claim_directory(str(path), RUN)
-    hm.claim_run(str(path), IDENTITY, {"host": "one"})
+    path = claimed(tmp_path / "out")
     file = path / "specforge" / "rows_0-2000" / "data_0.ckpt"
     file.parent.mkdir(parents=True)
     file.write_bytes(b"states")

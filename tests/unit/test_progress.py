@@ -6,7 +6,7 @@ from __future__ import annotations
 import types
 
 import pytest
-from test_manifest import IDENTITY, RUN, append, entry
+from test_manifest import IDENTITY, RUN, append, claimed, entry
 
 import hs_manifest as hm
 import hs_progress
@@ -14,10 +14,7 @@ import hs_progress
 
 @pytest.fixture
 def out(tmp_path):
-    path = tmp_path / "host"
-    hm.claim_directory(str(path), RUN)
-    hm.claim_run(str(path), IDENTITY, {"host": "one"})
-    return path
+    return claimed(tmp_path / "host")
 
 
 def write_status(out, state, **more):

@@ -126,12 +126,17 @@ def test_what_was_adopted_is_left_alone(tmp_path):
     assert (path / "specforge/rows_0-2000/data_0.ckpt").read_bytes() == b"theirs"
 
 
-def test_repair_puts_what_is_bad_back_into_the_plan_and_touches_nothing_else(out, capsys):
+def spoil(out):
+    """Three files of records go bad, each in its way, and two are left over."""
     file(out, 3).unlink()
     file(out, 4).write_bytes(b"short")
     file(out, 5).write_bytes(b"\xff" + file(out, 5).read_bytes()[1:])
     (out / "specforge/rows_0-2000/data_99.ckpt").write_bytes(b"")
     (out / "specforge/rows_0-2000/.data_9.ckpt.tmp-77").write_bytes(b"")
+
+
+def test_repair_puts_what_is_bad_back_into_the_plan_and_touches_nothing_else(out, capsys):
+    spoil(out)
     (out / ".status.json.abc_1.tmp-77").write_bytes(b"")
     (out / "specforge/notes.txt").write_text("a foreign file")
     with (out / hm.MANIFEST).open("a") as stream:
@@ -178,11 +183,7 @@ def test_repair_leaves_a_link_in_the_place_of_a_file(out, tmp_path):
 
 def test_mending_does_what_a_start_of_the_extractor_would_and_no_more(out, capsys):
     """Names and sizes come right; a changed byte stays and is named."""
-    file(out, 3).unlink()
-    file(out, 4).write_bytes(b"short")
-    file(out, 5).write_bytes(b"\xff" + file(out, 5).read_bytes()[1:])
-    (out / "specforge/rows_0-2000/data_99.ckpt").write_bytes(b"")
-    (out / "specforge/rows_0-2000/.data_9.ckpt.tmp-77").write_bytes(b"")
+    spoil(out)
     assert main(["verify", "--output-dir", str(out), "--all", "--mend"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert [problem["id"] for problem in result["problems"]] == [5] and file(out, 5).exists()

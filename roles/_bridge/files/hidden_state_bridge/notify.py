@@ -13,6 +13,8 @@ from typing import Any
 
 import orjson
 
+import hs_progress
+
 from .config import ExtractConfig, read_secret
 from .errors import ConfigError
 
@@ -29,7 +31,7 @@ _METRICS = (
     ("written_bytes", "counter", "Bytes written since this start.", "bytes_written"),
     ("output_free_bytes", "gauge", "Free bytes of the output's file system.", "bytes_free"),
 )
-STATES = ("starting", "running", "done", "incomplete", "failed", "stopped")
+STATES = ("starting", "running", *hs_progress.ENDED)
 
 
 def metrics(status: dict[str, Any]) -> str:

@@ -12,12 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hs_manifest
-from hs_capture import dumpfile
 
 from .errors import Refusal
 from .merge import Source
 from .remedy import COLLECTED, remedy_of
-from .store import Access, filling, make_directories
+from .store import Access, filling, make_directories, temporary_of
 
 COPY_BYTES = 1 << 22
 BATCH = 256
@@ -53,9 +52,12 @@ def is_alone_as(mode: str, path: str) -> bool:
     return mode in ("link", "symlink") or found.st_nlink == 1
 
 
-def temporary_of(target: str) -> str:
-    """Where `stage` makes a file that is to come to `target`."""
-    return os.path.join(os.path.dirname(target), dumpfile.temporary_name(os.path.basename(target)))
+def _free_temporary(target: str) -> str:
+    """The name of the temporary file beside `target`, with nothing there."""
+    temporary = temporary_of(target)
+    if os.path.lexists(temporary):
+        os.unlink(temporary)
+    return temporary
 
 
 def stage(mode: str, source: str, file: dict[str, Any], target: str, access: Access) -> str:
@@ -75,9 +77,7 @@ def stage(mode: str, source: str, file: dict[str, Any], target: str, access: Acc
         if access.gid >= 0:
             os.chown(source, -1, access.gid)
         return source
-    temporary = temporary_of(target)
-    if os.path.lexists(temporary):
-        os.unlink(temporary)
+    temporary = _free_temporary(target)
     if mode == "symlink":
         os.symlink(os.path.relpath(os.path.realpath(source), os.path.realpath(os.path.dirname(target))), temporary)
     else:
@@ -92,9 +92,7 @@ def stage_own(mode: str, path: str, file: dict[str, Any], target: str, access: A
     """
     if not is_alone_as(mode, path):
         return stage("link" if mode == "link" else "copy", os.path.realpath(path), file, target, access)
-    temporary = temporary_of(target)
-    if os.path.lexists(temporary):
-        os.unlink(temporary)
+    temporary = _free_temporary(target)
     try:
         os.link(path, temporary, follow_symlinks=False)
     except OSError as error:

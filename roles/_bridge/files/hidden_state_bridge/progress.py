@@ -116,7 +116,7 @@ class Progress:
 
     def _rate(self) -> None:
         status = self.status
-        if status["state"] not in ("running", "done", "incomplete", "failed", "stopped"):
+        if status["state"] not in ("running", *hs_progress.ENDED):
             return
         moment, tokens = time.monotonic(), status["session_tokens"]
         status["session_seconds"] = round(moment - self._began, 3)

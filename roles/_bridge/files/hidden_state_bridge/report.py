@@ -9,7 +9,7 @@ import os
 import pkgutil
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import hs_manifest
@@ -57,8 +57,7 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
         check = info.get("verify") or {}
         state = info.get("state", "absent")
         own = [dict(item, host=host) for item in info.get("failures") or [] if not _holds(done, item["record"])]
-        refused = {number for first, last in _merged(info.get("refused") or []) for number in range(first, last + 1)}
-        refused = {number for number in refused if not _holds(done, number)} | {item["record"] for item in own}
+        refused = {number for number in _numbers(info.get("refused") or []) if not _holds(done, number)} | {item["record"] for item in own}
         failed |= refused
         # What a host took over from another is a start of its own, after which its status names no failure of an earlier one.
         if state in ("done", "incomplete"):
@@ -92,7 +91,7 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
     expected = request.get("expected") or dataset
     distinct = sum(last - first + 1 for first, last in done)
     # After a pilot there may be other records than the next one asks for.
-    asked = _shared(done, hs_manifest.decode_ranges(expected["wanted"])) if expected.get("wanted") else distinct
+    asked = sum(_holds(done, number) for number in _numbers([expected["wanted"]])) if expected.get("wanted") else distinct
     left = max(0, expected["records"] - asked) if expected else None
     totals = {key: sum(row[key] for row in rows) for key in ("records", "tokens", "bytes", "tok_s")}
     return {
@@ -134,21 +133,14 @@ def _merged(texts: Iterable[str]) -> list[tuple[int, int]]:
     return merged
 
 
+def _numbers(texts: Iterable[str]) -> Iterator[int]:
+    """The records that are in any of these ranges."""
+    return (number for first, last in _merged(texts) for number in range(first, last + 1))
+
+
 def _holds(ranges: list[tuple[int, int]], number: int) -> bool:
     place = bisect.bisect_right(ranges, (number, float("inf")))
     return place > 0 and number <= ranges[place - 1][1]
-
-
-def _shared(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:
-    """Records that are in both; each in order and without overlap."""
-    count = place = 0
-    for first, last in one:
-        while place and other[place - 1][1] >= first:
-            place -= 1
-        while place < len(other) and other[place][0] <= last:
-            count += max(0, min(last, other[place][1]) - max(first, other[place][0]) + 1)
-            place += 1
-    return count
 
 
 def _named(failure: dict[str, Any]) -> str:

@@ -116,14 +116,18 @@ def make_directories(output_dir: str, below: str, access: Access) -> None:
         make_directory(path, access)
 
 
+def temporary_of(path: str) -> str:
+    """Where this process makes the file that is to come to `path`."""
+    return os.path.join(os.path.dirname(path), dumpfile.temporary_name(os.path.basename(path)))
+
+
 @contextlib.contextmanager
 def filling(path: str, access: Access, replace: bool = False) -> Iterator[str]:
     """Gives the name of an empty temporary file beside `path`; it is durable, with its mode and group, once the block has filled it.
 
     With `replace` it is at `path` then, as durably. Where the block raises, the temporary file is removed. Raises OSError.
     """
-    directory = os.path.dirname(path)
-    temporary = os.path.join(directory, dumpfile.temporary_name(os.path.basename(path)))
+    temporary = temporary_of(path)
     try:
         # Made first, so that states are never readable by others.
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -139,7 +143,7 @@ def filling(path: str, access: Access, replace: bool = False) -> Iterator[str]:
             os.unlink(temporary)
         raise
     if replace:
-        hs_manifest.fsync_directory(directory)
+        hs_manifest.fsync_directory(os.path.dirname(path))
 
 
 def entry_of(record: Record, files: list[dict[str, Any]], sglang_version: str) -> dict[str, Any]:
