@@ -22,12 +22,8 @@ SCENARIO ?= default
 # Tests at once, where none is in another's way.
 JOBS ?= $(shell n=$$(nproc) && echo $$((n < 8 ? n : 8)))
 PYTEST_ARGS ?=
-# End-to-end tests of which each has a site of its own.
-OWN_SITE := $(wildcard tests/integration/test_[4568]_*.py tests/integration/test_9_crashes.py)
 # Unit tests of which CI plays a part.
 PLAYED := $(shell grep -l 'import PLAYED' tests/unit/test_*.py)
-# A choice of tests may leave one of two calls without any: pytest's status 5.
-NONE_CHOSEN = $(if $(PYTEST_ARGS),|| [ $$? = 5 ])
 
 .PHONY: help
 help: ## what can be made
@@ -108,8 +104,7 @@ releases: engine $(ENGINE_PYTEST)/.done ## real servers of several releases agai
 
 .PHONY: e2e
 e2e: $(VENV)/.test engine ## the end-to-end test on the real engine
-	python -m pytest $(OWN_SITE) --numprocesses $(JOBS) --verbose $(PYTEST_ARGS) $(NONE_CHOSEN)
-	python -m pytest tests/integration $(addprefix --ignore=,$(OWN_SITE)) --capture=no --verbose $(PYTEST_ARGS) $(NONE_CHOSEN)
+	python -m pytest tests/integration --numprocesses $(JOBS) --dist loadgroup --verbose $(PYTEST_ARGS)
 
 .PHONY: molecule
 molecule: $(VENV)/.molecule ## the same job in a container with systemd; SCENARIO=default

@@ -52,11 +52,11 @@ def make_request(dataset: str, directory: Path, hosts: int, records: int) -> dic
     return {"dataset": dataset, "hosts": facts, "ledger": str(directory / "ledger.json"), "run": "0123456789ab", "commit": True}
 
 
-def make_output(directory: Path, records: int) -> Path:
-    """An output directory with a line and a file for every record."""
+def make_output(directory: Path, records: range) -> Path:
+    """An output directory with a line and a file for each of these records."""
     output = directory / "out"
     lines = []
-    for record in range(records):
+    for record in records:
         name = f"specforge/rows_{record // 2000 * 2000}/data_{record}.ckpt"
         path = output / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         request = json.dumps(make_request(make_dataset(directory, options.records), directory, options.hosts, options.records))
-        output = make_output(directory, options.records)
+        output = make_output(directory, range(options.records))
         path = os.pathsep.join(sys.path[-2:])
         (directory / "request.json").write_text(request)
         plan = run([sys.executable, "-m", "hidden_state_bridge", "plan"], path, directory / "request.json")
@@ -92,6 +92,11 @@ def main() -> int:
         "seconds": round(plan[0] + observe[0], 2),
         "peak_mb": max(plan[1], observe[1]),
     }
+    return judge(figures)
+
+
+def judge(figures: dict) -> int:
+    """Prints the figures; the exit status, 1 where a claim does not hold."""
     wrong = [f"{key} is {figures[key]}, claimed at most {most}" for key, most in CLAIMS.items() if figures[key] > most]
     print("\n".join(wrong), file=sys.stderr)
     print(json.dumps({**figures, "ok": not wrong}))

@@ -27,7 +27,14 @@ BIN = pathlib.Path(sys.executable).parent
 PATIENCE = 1200
 # What takes many minutes.
 drill = pytest.mark.skipif(os.environ.get("DRILLS") != "all", reason="a drill of many minutes; DRILLS=all runs it, as `make drills` does")
+# Tests of one site, which build on each other; all others have a site of their own, and run beside them.
+one_site = pytest.mark.xdist_group("site")
 RECAP = re.compile(r"^one +: ok=(\d+) +changed=(\d+) +unreachable=(\d+) +failed=(\d+)", re.MULTILINE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, which would run alone at the end."""
+    items.sort(key=lambda item: item.path.stem != "test_9_crashes")
 
 
 def recap(output: str) -> dict[str, int]:

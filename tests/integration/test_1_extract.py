@@ -16,7 +16,9 @@ import time
 
 import pytest
 
-from conftest import MODEL, recap
+from conftest import MODEL, one_site, recap
+
+pytestmark = one_site
 
 HERE = pathlib.Path(__file__).parent
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [200, 3, 99]]

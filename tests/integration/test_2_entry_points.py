@@ -8,7 +8,9 @@ import subprocess
 
 import pytest
 
-from conftest import BIN, ROOT, recap
+from conftest import BIN, ROOT, one_site, recap
+
+pytestmark = one_site
 
 
 def run(arguments, cwd, environment):

@@ -9,7 +9,9 @@ import subprocess
 
 import pytest
 
-from conftest import BIN, ROOT
+from conftest import BIN, ROOT, one_site
+
+pytestmark = one_site
 
 
 @pytest.mark.parametrize("arguments", [("status.yml",), ("extract.yml",), ("extract.yml", "-e", "extraction_state=stopped")])
