@@ -8,6 +8,7 @@ PRIVATE to the collection.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -41,6 +42,13 @@ def is_alive(pid):
 def living(identities):
     """Those of the identities whose process still is the same one."""
     return [one for one in identities if identity(one[0]) == one]
+
+
+def tell(identities, sign):
+    """Send a signal to those of the identities that live. Each of them may end at any moment."""
+    for pid, _start in living(identities):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, sign)
 
 
 def wait_until_gone(identities, seconds):

@@ -136,8 +136,7 @@ class Supervisor:
             self._call("stopProcess", self.name, True, ignore=("NOT_RUNNING", "BAD_NAME"))
         # supervisord kills a group only with its leader. A server that is told to stop while it loads leaves workers behind.
         for sign in (signal.SIGTERM, signal.SIGKILL):
-            for pid, _start in hp.living(members):
-                os.kill(pid, sign)
+            hp.tell(members, sign)
             if hp.wait_until_gone(members, self.ORPHAN_SECONDS):
                 return
 

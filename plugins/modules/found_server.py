@@ -191,10 +191,9 @@ def stop(params, pid, check_mode):
     at_work = gpus.compute_processes()
     own = {one for one, _start in members}
     used, strangers = {one["gpu"] for one in at_work if one["pid"] in own}, {one["pid"] for one in at_work} - own
-    os.kill(pid, signal.SIGTERM)
+    hp.tell([one for one in members if one[0] == pid], signal.SIGTERM)
     if not hp.wait_until_gone(members, params["stop_timeout"]):
-        for one, _start in hp.living(members):
-            os.kill(one, signal.SIGKILL)
+        hp.tell(members, signal.SIGKILL)
     if not hp.wait_until_gone(members, REAP_SECONDS):
         return "stopped, but not gone: %s. End these processes, then run again" % describe(one for one, _start in hp.living(members))
     revived = watch_wrappers(params, argv, wrappers)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 
 import pytest
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
-from ansible_collections.hidden_state.bridge.plugins.module_utils import service_worker
+from ansible_collections.hidden_state.bridge.plugins.module_utils import service_control, service_worker
 
 
 class Outcome(Exception):
@@ -160,6 +161,16 @@ def test_a_port_that_a_stop_does_not_free_is_told(monkeypatch):
         listener.listen()
         outcome = work(monkeypatch, FakeManager(), state="stopped", port=listener.getsockname()[1])
     assert outcome.failed and "has to be stopped by hand" in outcome.values["msg"]
+
+
+def test_a_worker_that_ends_while_it_is_told_to_ends_no_stop(monkeypatch, tmp_path):
+    with subprocess.Popen(["true"]) as short:
+        gone = (short.pid, 1)
+    looks = [[gone]]
+    monkeypatch.setattr(hp, "living", lambda _members: looks.pop() if looks else [])
+    params = {"name": "sglang", "state_dir": str(tmp_path), "stop_timeout": 1, "supervisord": []}
+    service_control.of("supervisor", params).stop([gone])
+    assert looks == []
 
 
 # -- GPUs ---------------------------------------------------------------------------------------------

@@ -147,6 +147,16 @@ def test_a_loop_around_a_script_that_starts_the_server_again_is_named(tmp_path):
     assert f"process {loop.pid} started the server again" in said and "while :; do" in said
 
 
+def test_a_worker_that_ends_while_it_is_told_to_ends_no_stop(monkeypatch, child):
+    with subprocess.Popen(["true"]) as short:
+        gone = (short.pid, 1)
+    # Of the wait and of what is told to those that it leaves.
+    looks = [[gone], [gone], [hp.identity(child.pid)]]
+    monkeypatch.setattr(hp, "living", lambda _members: looks.pop() if looks else [])
+    assert found_server.stop({"stop_timeout": -1, "revive_seconds": 1, "port": 0, "host": ""}, child.pid, False) == ""
+    assert looks == []
+
+
 def test_nothing_is_there(tmp_path):
     located = found.locate(params(tmp_path, 1))
     assert located["manager"] in found.OURS and located["pid"] is None
