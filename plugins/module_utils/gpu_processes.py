@@ -8,9 +8,10 @@ PRIVATE to the collection.
 
 from __future__ import annotations
 
+import os
+
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
 from ansible_collections.hidden_state.bridge.plugins.module_utils.host_command import ServiceError, run
-from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import is_server
 
 _CAPABILITIES = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
 _GPUS = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
@@ -58,13 +59,26 @@ def left_on(gpus, known=()):
 
 
 def orphans_on(gpus):
-    """Processes of SGLang on these GPUs whose server is gone: no ancestor of theirs is one."""
-    return [one for one in left_on(gpus) if "sglang" in one["command"] and not _has_server(one["pid"])]
+    """Workers of SGLang on these GPUs that nobody has any more."""
+    return [one for one in left_on(gpus) if "sglang" in one["command"] and not _is_had(one["pid"])]
 
 
-def _has_server(pid):
-    while pid and pid > 1:
-        if is_server((hp.process(pid) or {"argv": []})["argv"]):
-            return True
-        pid = hp.parent(pid)
-    return False
+def _is_had(pid):
+    """Whether a server has a worker, or another program that runs SGLang's engine: not what takes in orphans."""
+    above = hp.parent(pid)
+    while above and hp.command_of(above).startswith("sglang::"):
+        above = hp.parent(above)
+    if not above:
+        return False
+    name = os.path.basename(hp.command_of(above).split(" ")[0])
+    # A program may be the first process of its container.
+    return name.startswith("python") or not (name == "systemd" or _is_first(above))
+
+
+def _is_first(pid):
+    """Whether a process is the first one of the host or of its container."""
+    try:
+        with open("/proc/%d/status" % pid, encoding="utf-8", errors="replace") as stream:
+            return any(line.split()[-1] == "1" for line in stream if line.startswith("NSpid:"))
+    except OSError:
+        return False

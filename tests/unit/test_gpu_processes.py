@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import gpu_processes as gpus
+from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
 
 SMI = """#!/bin/sh
 case "$*" in
@@ -59,3 +64,32 @@ def test_workers_whose_server_is_gone(smi, child):
     smi(("GPU-aaa", 2**22 + 1, "sglang::scheduler"), ("GPU-aaa", child.pid, "python"))
     assert [one["command"] for one in gpus.orphans_on(None)] == ["sglang::scheduler"]
     assert gpus.orphans_on({"GPU-bbb"}) == []
+
+
+# Whose argv[0] is what SGLang renames its workers to.
+WORKER = "import os, sys; os.execv(sys.executable, ['sglang::scheduler', '-c', 'import time; time.sleep(60)'])"
+
+
+@pytest.fixture
+def engine():
+    """A process that is no server, and a worker of SGLang's below it."""
+    script = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', %r]).wait()" % WORKER
+    with subprocess.Popen([sys.executable, "-c", script], start_new_session=True) as running:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            workers = [pid for pid in hp.family_of(running.pid) if hp.command_of(pid).startswith("sglang::")]
+            if workers:
+                break
+            time.sleep(0.05)
+        yield running, workers[0]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, 9)
+
+
+def test_workers_of_an_engine_in_another_program_are_no_orphans(smi, engine):
+    program, worker = engine
+    smi(("GPU-aaa", worker, "sglang::scheduler"))
+    assert gpus.orphans_on(None) == []
+    program.kill()
+    program.wait()
+    assert [one["pid"] for one in gpus.orphans_on(None)] == [worker]
