@@ -138,12 +138,13 @@ def _belongs(pid, recorded):
 
 
 def _owner(pid):
-    """Manager and service of a running server's process."""
+    """Manager and service of a running server's process. Raises ServiceError where it could not be started again."""
     container = cq.container_of(pid)
     if container:
         return container
     unit = unit_of(pid)
     if unit:
+        sq.refuse_passing_unit(unit)
         return {"manager": "unit", "service": unit[: -len(".service")]}
     return {"manager": "process", "service": ""}
 

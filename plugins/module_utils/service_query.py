@@ -30,6 +30,8 @@ OUR_MARK = "# Written by hidden_state.bridge"
 
 DEFAULT_STATE_DIR = "/var/lib/hidden_state_bridge"
 
+_TRANSIENT = "/run/systemd/transient/"
+
 _SYSTEMD_STATES = {
     "active": "running",
     "reloading": "running",
@@ -88,6 +90,16 @@ def refuse_foreign_unit(name):
         raise ServiceError(
             "%s is a unit of your own, which this collection never stops, overwrites or hides: set another name"
             " (sglang_server_name, extraction_service_name), or sglang_server_manager to unit if it runs the server" % path
+        )
+
+
+def refuse_passing_unit(name):
+    """Raise ServiceError where a running unit has no file that a stop leaves, so that it could not be started again."""
+    path = unit_file(name)
+    if path and (path.startswith(_TRANSIENT) or not os.path.exists(path)):
+        raise ServiceError(
+            "%s, which runs the server, is gone once it stops (%s) and could not come back: give it a unit file (systemd-run writes none"
+            " that lasts) and restart it, then run again" % (unit_name(name), path)
         )
 
 

@@ -84,6 +84,15 @@ def test_a_server_in_a_unit_of_the_operators(stand_in, monkeypatch, tmp_path):
     assert (located["manager"], located["service"], located["recorded"]) == ("unit", "operators", False)
 
 
+@pytest.mark.parametrize("path", ["/run/systemd/transient/operators.service", "/nowhere/operators.service"])
+def test_a_unit_that_could_not_come_back_after_a_stop_is_refused(stand_in, monkeypatch, tmp_path, path):
+    groups(monkeypatch, "/system.slice/operators.service")
+    monkeypatch.setattr(found.sq, "run", lambda argv, **_more: (0, "%s\n" % path if "--property=FragmentPath" in argv else "", ""))
+    for manager in ("auto", "unit"):
+        with pytest.raises(found.sq.ServiceError, match="operators.service, which runs the server, .* could not come back"):
+            found.locate(params(tmp_path, stand_in[0], manager=manager))
+
+
 @pytest.mark.parametrize(
     "path", ["/user.slice/user-0.slice/session-3.scope", "/system.slice/ssh.service", "/user.slice/user@1000.service/app.slice", "/"]
 )
