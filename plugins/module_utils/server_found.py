@@ -18,7 +18,7 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import contain
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
-from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import server_below, server_on
+from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import SHELLS, is_typed_in, server_below, server_on
 
 OURS = ("systemd", "supervisor")
 FOUND = ("unit", "process", *cq.ENGINES)
@@ -137,13 +137,30 @@ def _belongs(pid, recorded):
     return owner["manager"] == recorded["manager"] and owner["service"] in (recorded["service"], cq.capture_name(recorded["service"]))
 
 
+def _is_started_by(unit, pid):
+    """Whether a unit started a process, and not somebody in a shell of it: agents give them inside of their own unit."""
+    main, line = sq.main_pid(unit), [pid, *hp.ancestors(pid)]
+    if main is None:
+        # What it ran has ended and left the server behind.
+        return True
+    if main not in line:
+        # A script may have let go of the server that it started. Anything else holds what a session left running.
+        return os.path.basename((_argv(main) or [""])[0]) in SHELLS
+    between = line[1 : line.index(main)] if main != pid else []
+    return not any(map(is_typed_in, map(_argv, between)))
+
+
+def _argv(pid):
+    return (hp.process(pid) or {"argv": []})["argv"]
+
+
 def _owner(pid):
     """Manager and service of a running server's process. Raises ServiceError where it could not be started again."""
     container = cq.container_of(pid)
     if container:
         return container
     unit = unit_of(pid)
-    if unit:
+    if unit and _is_started_by(unit, pid):
         sq.refuse_passing_unit(unit)
         return {"manager": "unit", "service": unit[: -len(".service")]}
     return {"manager": "process", "service": ""}

@@ -13,6 +13,8 @@ import os
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
 from ansible_collections.hidden_state.bridge.plugins.module_utils.sglang_flags import last_value
 
+SHELLS = ("sh", "bash", "dash", "zsh", "fish")
+
 
 def is_server(argv):
     """Whether a command line starts an SGLang server."""
@@ -22,6 +24,18 @@ def is_server(argv):
         or any(word.endswith("sglang/launch_server.py") for word in argv[:3])
         or ("sglang" in words and "serve" in argv[1:4])
     )
+
+
+def is_typed_in(argv):
+    """Whether a command line is that of a shell that takes commands from somebody, not from a script or its arguments."""
+    name = os.path.basename(argv[0]).lstrip("-") if argv else ""
+    words = iter(argv[1:])
+    for word in words:
+        if word in ("--init-file", "--rcfile"):
+            next(words, None)
+        elif not word.startswith("-") or (not word.startswith("--") and "c" in word):
+            return False
+    return name in SHELLS
 
 
 def server_on(port, host=None):

@@ -69,6 +69,15 @@ def unit_file(name):
     return out.strip() if code == 0 else ""
 
 
+def main_pid(name):
+    """The main process of a unit; None for none, and where systemd does not say."""
+    try:
+        code, out, _err = run(["systemctl", "show", unit_name(name), "--property=MainPID", "--value"])
+    except ServiceError:
+        return None
+    return int(out) or None if code == 0 and out.strip().isdigit() else None
+
+
 def unit_is_ours(name):
     """Whether a unit was written from the inventory; None where there is no such unit."""
     path = unit_file(name)

@@ -121,10 +121,10 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import process
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_found as found
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_layer as layer
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
+from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import is_typed_in
 
 REAP_SECONDS = 10.0
 # A shell in which somebody typed the command starts nothing again, nor does what holds that shell.
-SHELLS = ("sh", "bash", "dash", "zsh", "fish")
 HOLDERS = ("tmux", "screen", "sshd", "login", "su", "sudo", "systemd", "conmon")
 
 
@@ -217,7 +217,7 @@ def wrappers_of(pid):
     for above in hp.ancestors(pid):
         argv = (hp.process(above) or {"argv": []})["argv"]
         name = os.path.basename(hp.command_of(above).split(" ")[0].lstrip("-").rstrip(":"))
-        typed = name in HOLDERS or (name in SHELLS and len(argv) < 2)
+        typed = name in HOLDERS or is_typed_in(argv)
         identity = None if typed else hp.identity(above)
         if identity:
             found.append(identity)

@@ -84,6 +84,44 @@ def test_a_server_in_a_unit_of_the_operators(stand_in, monkeypatch, tmp_path):
     assert (located["manager"], located["service"], located["recorded"]) == ("unit", "operators", False)
 
 
+def main_of_the_unit(monkeypatch, pid):
+    monkeypatch.setattr(found.sq, "run", lambda argv, **_more: (0, "%d\n" % pid if "--property=MainPID" in argv else "", ""))
+
+
+def test_a_server_that_a_unit_did_not_start_is_not_the_units(stand_in, monkeypatch, tmp_path, child):
+    """As what was left running in a session of an agent that gives shells: a stop of its unit would end all of its sessions."""
+    groups(monkeypatch, "/system.slice/agent.service")
+    with subprocess.Popen(["sh", "-c", "sleep 30; true"], start_new_session=True) as script:
+        for main, manager in ((stand_in[1], "unit"), (script, "unit"), (child, "process")):
+            main_of_the_unit(monkeypatch, main.pid)
+            assert found.locate(params(tmp_path, stand_in[0]))["manager"] == manager
+        os.killpg(script.pid, 9)
+
+
+@pytest.mark.parametrize(
+    "shell, manager",
+    [
+        (["sh"], "process"),
+        (["bash", "-l"], "process"),
+        (["bash", "--init-file", "/dev/null", "-i"], "process"),
+        (["bash", "/dev/stdin"], "unit"),
+        (["sh", "-c", ". /dev/stdin"], "unit"),
+    ],
+)
+def test_a_server_that_was_typed_in_a_shell_of_a_unit_is_not_the_units(monkeypatch, shell, manager):
+    line = "exec 3>&1; sleep 30 & echo $! >&3; wait\n"
+    with subprocess.Popen(shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as typed:
+        try:
+            typed.stdin.write(line)
+            typed.stdin.flush()
+            server = int(typed.stdout.readline())
+            groups(monkeypatch, "/system.slice/agent.service")
+            main_of_the_unit(monkeypatch, os.getpid())
+            assert found._owner(server)["manager"] == manager
+        finally:
+            os.killpg(typed.pid, 9)
+
+
 @pytest.mark.parametrize("path", ["/run/systemd/transient/operators.service", "/nowhere/operators.service"])
 def test_a_unit_that_could_not_come_back_after_a_stop_is_refused(stand_in, monkeypatch, tmp_path, path):
     groups(monkeypatch, "/system.slice/operators.service")
