@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import errno
+
 import hosts
 import pytest
 import torch
 from fake_server import LAYERS, FakeServer, expected_state
+from small_tmpfs import small_tmpfs
 
 import hs_manifest
+from hidden_state_bridge import store
 from hidden_state_bridge.formats import FORMATS
+from hidden_state_bridge.formats.files import Stored
 from hidden_state_bridge.hashes import file_hash
 from hidden_state_bridge.verify import verify
 from hs_capture import dumpfile
@@ -50,6 +55,21 @@ def test_a_file_of_other_layers_is_not_read(made, name):
     [file] = [file for file in hs_manifest.files_of(entry) if file["file"].startswith(f"{name}/")]
     with pytest.raises(ValueError, match="are not those of 5 layers"):
         FORMATS[name].load(str(host / file["file"]), [f"layer_{layer}" for layer in range(5)])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_full_file_system_is_said_as_that_and_leaves_nothing(made, tmp_path, name):
+    """Writers make errors of their own of it, which no remedy could be given for."""
+    dataset, _host = made
+    record = dataset.record(0)
+    names = [dumpfile.layer_name(layer) for layer in hosts.LAYERS]
+    tensors = {state: torch.randn((len(record.input_ids), 1 << 15)) for state in (*names, dumpfile.POST_NORM, dumpfile.PRE_NORM)}
+    states = Stored(torch.tensor(record.input_ids), None, names, tensors)
+    with small_tmpfs(tmp_path / "out", "300k"):
+        with pytest.raises(OSError, match="data_0|hs_0") as caught:
+            store.save(str(tmp_path / "out"), (name,), store.Access(), record, states)
+        assert caught.value.errno == errno.ENOSPC
+        assert not list(store.files_below(str(tmp_path / "out")))
 
 
 def test_zstd_holds_a_file_of_the_format_safetensors(made, tmp_path):

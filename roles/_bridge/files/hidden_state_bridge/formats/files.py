@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hs_capture import dumpfile
+
+from ..hashes import file_hash
 
 if TYPE_CHECKING:
     import torch
@@ -21,17 +25,26 @@ class HashedFile:
     def __init__(self, path: str) -> None:
         self._stream = open(path, "wb")
         self._digest = hashlib.sha256()
+        self._failed: OSError | None = None
 
     def write(self, data: memoryview) -> int:
         self._digest.update(data)
-        return self._stream.write(data)
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self._failed = OSError(error.errno, error.strerror, self._stream.name)
+            raise
 
     def flush(self) -> None:
         self._stream.flush()
 
     def close(self) -> str:
-        """Close the file; returns the hash in hex."""
-        self._stream.close()
+        """Close the file; returns the hash in hex. Raises OSError, also where a write failed: its caller may have made another error of that."""
+        try:
+            self._stream.close()
+        finally:
+            if self._failed is not None:
+                raise self._failed
         return self._digest.hexdigest()
 
 
@@ -45,6 +58,21 @@ def save_pickled(path: str, content: dict[str, object]) -> str:
     finally:
         digest = stream.close()
     return digest
+
+
+def save_tensors(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> str:
+    """Write a safetensors file; returns its SHA-256. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), path) from error
+    return file_hash(path)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..hashes import file_hash
-from .files import Stored
+from .files import Stored, save_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -49,11 +48,8 @@ def stored(layer_names: list[str], content: dict[str, torch.Tensor], metadata: d
 
 def save(path: str, record: Record, states: States | Stored) -> str:
     """Write one record; returns the file's SHA-256."""
-    from safetensors.torch import save_file
-
     tensors, metadata = content_of(record, states)
-    save_file(tensors, path, metadata=metadata)
-    return file_hash(path)
+    return save_tensors(path, tensors, metadata)
 
 
 def load(path: str, layer_names: list[str]) -> Stored:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from hs_capture import dumpfile
 
-from ..hashes import file_hash
-from .files import Stored
+from .files import Stored, save_tensors
 
 if TYPE_CHECKING:
     from ..dumps import States
@@ -26,14 +25,12 @@ KEEPS = "pre_norm"
 def save(path: str, record: Record, states: States | Stored) -> str:
     """Write one record; returns the file's SHA-256."""
     import torch
-    from safetensors.torch import save_file
 
     names = [*states.layer_names, dumpfile.PRE_NORM]
     hidden = torch.empty((len(record.input_ids), len(names), states.hidden_size), dtype=states.torch_dtype)
     for slot, name in enumerate(names):
         states.copy_into(name, hidden[:, slot])
-    save_file({"hidden_states": hidden, "token_ids": torch.tensor(record.input_ids, dtype=torch.int64)}, path)
-    return file_hash(path)
+    return save_tensors(path, {"hidden_states": hidden, "token_ids": torch.tensor(record.input_ids, dtype=torch.int64)})
 
 
 def load(path: str, layer_names: list[str]) -> Stored:
