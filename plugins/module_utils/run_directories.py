@@ -9,6 +9,8 @@ PRIVATE to the collection.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import stat
 
@@ -156,32 +158,48 @@ def remove(path):
     """Delete a directory that `check_removable` let pass; its marker goes last, so that an interrupted call is found again.
 
     Works relative to open directories and follows no link, so nothing can lead it out. What is gone already is what is wanted: on a
-    shared file system all hosts delete what is named at once. Raises OSError.
+    shared file system all hosts delete what is named at once. Raises RunError where an extractor has begun meanwhile, and OSError.
     """
+    last = (hs_manifest.MARKER, hs_manifest.LOCK)
     parent = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(FileNotFoundError):
-            _empty(os.path.basename(path), parent, hs_manifest.MARKER)
-            hs_manifest.fsync_directory(path)
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as held:
             directory = os.open(os.path.basename(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-            try:
+            held.callback(os.close, directory)
+            _keep_out(path, directory, held)
+            _empty(os.path.basename(path), parent, last)
+            os.fsync(directory)
+            for name in last:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(hs_manifest.MARKER, dir_fd=directory)
-            finally:
-                os.close(directory)
+                    os.unlink(name, dir_fd=directory)
             os.rmdir(os.path.basename(path), dir_fd=parent)
         os.fsync(parent)
     finally:
         os.close(parent)
 
 
-def _empty(name, parent, spare=None):
+def _keep_out(path, directory, held):
+    """Let no extractor take the directory while `held` is open; all who delete it may. Raises RunError where one is at work."""
+    try:
+        lock = os.open(hs_manifest.LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+    except FileNotFoundError:
+        return
+    held.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        raise RunError("%s: an extractor has begun to work there; it is not deleted" % path) from error
+
+
+def _empty(name, parent, spare=()):
     """Remove what lies in a directory, but for `spare`. Raises OSError, FileNotFoundError where the directory itself is gone."""
     directory = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
         device = os.fstat(directory).st_dev
         for entry in sorted(os.listdir(directory)):
-            if entry == spare:
+            if entry in spare:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 info = os.lstat(entry, dir_fd=directory)

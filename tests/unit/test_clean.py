@@ -210,6 +210,39 @@ def test_a_deletion_that_broke_off_goes_on(data, call, monkeypatch):
     assert call(remove=[str(run)])["removed"] == [str(run)] and not run.exists()
 
 
+def test_an_extractor_that_begins_meanwhile_keeps_its_directory(data, call, monkeypatch):
+    """Between the look and the deletion: its manifest would go on in a file that is gone, and end as done."""
+    run, begun, check = data / "old" / "gpu-1", [], rd.check_removable
+    hm.Lock(str(run)).close()
+
+    def begin(path, *arguments):
+        check(path, *arguments)
+        begun.append(hm.Lock(path))
+
+    monkeypatch.setattr(rd, "check_removable", begin)
+    before = tree(run)
+    found = call(remove=[str(run)])
+    begun[0].close()
+    assert found["failed"] and "an extractor has begun to work there; it is not deleted" in found["msg"] and tree(run) == before
+
+
+def test_no_extractor_begins_in_what_is_being_deleted(data, call, monkeypatch):
+    run, unlink, refused = data / "old" / "gpu-1", os.unlink, []
+    hm.Lock(str(run)).close()
+
+    def begin(name, **options):
+        try:
+            hm.Lock(str(run), patience=0).close()
+        except hm.ManifestError as error:
+            refused.append(str(error))
+        unlink(name, **options)
+
+    monkeypatch.setattr(rd.os, "unlink", begin)
+    assert call(remove=[str(run)])["removed"] == [str(run)] and not run.exists()
+    # Three records, manifest, run.json, marker, and the lock itself.
+    assert len(refused) == 7 and all("is locked by another extractor" in text for text in refused)
+
+
 def test_the_list_while_an_extractor_renames_its_temporary_files(data, call, monkeypatch):
     waiting = data / "old" / "gpu-1" / "specforge" / ".data_9.ckpt.tmp-1"
     waiting.touch()
