@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -263,6 +264,22 @@ def test_a_link_to_what_its_host_has_found_bad_does_not_stay(make, dest, packed)
         hosts.collection(dest, [one, two], packed, mode="link")
     result = hosts.collection(dest, [one, two], packed, mode="link", partial=True)
     assert result["ok"] and result["records"] == 5 and verify(str(dest), None)["ok"]
+
+
+def test_a_copy_that_cannot_be_read_and_that_nobody_else_has_stays(make, dest, packed, monkeypatch):
+    """A mount that is away for a moment: the last copy is not taken for a damaged one, which a partial collection drops."""
+    one, two = make("specforge")
+    hosts.collection(dest, [one, two], packed, mode="copy")
+    lose(one, 1)
+
+    def away(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    monkeypatch.setattr(collect_module, "file_hash", away)
+    with pytest.raises(OSError, match="data_1"):
+        hosts.collection(dest, [one, two], packed, mode="copy", partial=True)
+    monkeypatch.undo()
+    assert file_of(dest, 1).exists() and hosts.collection(dest, [one, two], packed, mode="copy")["records"] == RECORDS
 
 
 @pytest.mark.parametrize("dataset_dir", [None, "/nowhere"])

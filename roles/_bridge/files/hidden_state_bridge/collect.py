@@ -221,10 +221,13 @@ class _Collection:
                 entry.update(files[0])
 
     def _is_intact(self, entry: dict[str, Any]) -> bool:
-        """Whether the collection's own copy of a record is what its line says."""
+        """Whether the collection's own copy of a record is what its line says. Raises OSError where that cannot be told."""
         try:
             return all(file_hash(os.path.join(self.request.dest, file["file"])) == file["sha256"] for file in hs_manifest.files_of(entry))
-        except OSError:
+        except OSError as error:
+            # It may be readable again tomorrow, and it may be the last copy: what is not intact goes.
+            if error.errno not in hs_manifest.GONE:
+                raise
             return False
 
     def _left(self, merged: Merged) -> list[Left]:
