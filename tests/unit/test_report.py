@@ -227,6 +227,12 @@ def test_hosts_of_different_runs_are_refused(request_):
         summarize(request_)
 
 
+def test_a_host_with_another_run_in_its_directory_does_not_name_the_layers(request_):
+    other = host("0", 0, state="failed", run="ffffffffffff", identity={**IDENTITY, "layers": [5]}, broke="holds run ffffffffffff")
+    report = summarize({**request_, "hosts": {**request_["hosts"], "0": other}})
+    assert (report["run"], report["identity"]) == ("0123456789ab", IDENTITY)
+
+
 def test_the_command(tmp_path, request_, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request_)))
     assert main(["report", "--out-dir", str(tmp_path)]) == 0

@@ -86,7 +86,9 @@ def summarize(request: dict[str, Any]) -> dict[str, Any]:
             source = sources.setdefault(name, {"records": 0, "tokens": 0, "bytes": 0})
             for key in source:
                 source[key] += counts[key]
-    identity = next((info["identity"] for _host, info in sorted(hosts.items()) if info.get("identity")), {})
+    # A host whose directory holds another run has that one's identity, and no records of this one.
+    described = [info for _host, info in sorted(hosts.items()) if info.get("identity")]
+    identity = next((info["identity"] for info in described if not runs or info.get("run") in runs), {})
     dataset = request.get("dataset") or {}
     expected = request.get("expected") or dataset
     distinct = sum(last - first + 1 for first, last in done)
