@@ -74,8 +74,7 @@ def decode_ranges(text):
 
     Raises ManifestError unless the ranges ascend and do not overlap.
     """
-    pairs = []
-    previous = -1
+    pairs, previous = [], -1
     for part in text.split(",") if text.strip() else []:
         first, dash, last = part.strip().partition("-")
         if not (part.isascii() and first.isdigit() and (last.isdigit() or not dash)):
@@ -99,8 +98,7 @@ def fsync_directory(path):
 
 def write_json(path, value, mode=0o600, gid=-1, durable=True):
     """Replace the file at once: readers see the old content or all of the other one."""
-    suffix = ".tmp-%d" % os.getpid()
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".%s." % os.path.basename(path), suffix=suffix)
+    handle, temporary = tempfile.mkstemp(".tmp-%d" % os.getpid(), ".%s." % os.path.basename(path), os.path.dirname(path))
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             os.fchmod(handle, mode)
@@ -152,10 +150,8 @@ def claim_directory(path, run, mode=0o700, gid=-1, kind=EXTRACTION):
         ours = ".%s." % MARKER
         foreign = sorted(name for name in os.listdir(path) if name != LOCK and not name.startswith(ours))
         if foreign:
-            raise ManifestError(
-                "output directory %s is not empty and has no %s of ours (it holds %s); choose another directory"
-                % (path, MARKER, ", ".join(foreign[:5]))
-            )
+            text = "output directory %s is not empty and has no %s of ours (it holds %s); choose another directory"
+            raise ManifestError(text % (path, MARKER, ", ".join(foreign[:5])))
     elif marker.get("kind") != kind:
         ours = "%s %s" % ("an" if kind == EXTRACTION else "a", kind)
         raise ManifestError("output directory %s is marked as %r, not as %s" % (path, marker.get("kind"), ours))
@@ -223,24 +219,31 @@ def claim_run(path, identity, provenance, mode=0o600, gid=-1):
     name = os.path.join(path, RUN)
     known = read_json(name)
     if known is None:
+        if nameless(path):
+            raise ManifestError(nameless(path))
         known = {"format": RUN_FORMAT, "run": run_of(identity), "identity": identity, "provenance": provenance, "earlier": []}
         write_json(name, known, mode, gid)
     elif canonical_json(known.get("identity")) != canonical_json(identity):
         raise ManifestError(other_identity(path, known.get("identity"), identity))
     elif known.get("provenance") != provenance:
-        known["earlier"] = known.get("earlier", []) + [known.get("provenance")]
-        known["provenance"] = provenance
+        known.update(earlier=known.get("earlier", []) + [known.get("provenance")], provenance=provenance)
         write_json(name, known, mode, gid)
     return known
 
 
+def nameless(path):
+    """Why nobody can tell of which run the lines of a manifest are; empty where run.json is there, or there are no lines."""
+    manifest = os.path.join(path, MANIFEST)
+    if os.path.exists(os.path.join(path, RUN)) or not os.path.exists(manifest) or next(read_lines(manifest), None) is None:
+        return ""
+    text = "output directory %s holds a %s and no %s that says of which run it is; bring that back, or choose another directory"
+    return text % (path, MANIFEST, RUN)
+
+
 def other_identity(path, there, ours):
     """The message for an output directory of another run."""
-    return "output directory %s holds another run: %s; this run is %s; give it an output directory of its own" % (
-        path,
-        canonical_json(there).decode(),
-        canonical_json(ours).decode(),
-    )
+    text = "output directory %s holds another run: %s; this run is %s; give it an output directory of its own"
+    return text % (path, canonical_json(there).decode(), canonical_json(ours).decode())
 
 
 def _valid(value, fields):
@@ -302,12 +305,9 @@ class Manifest:
     def __init__(self, path):
         self.path = path
         follow = (read_json(os.path.join(path, MARKER)) or {}).get("kind") == COLLECTION
-        self.entries = {}
-        self.broken = []
-        self.torn = 0
-        self.repeated = []
-        self.stale = {}
-        self.superseded = 0
+        self.entries, self.stale = {}, {}
+        self.broken, self.repeated = [], []
+        self.torn = self.superseded = 0
         try:
             stream = open(os.path.join(path, MANIFEST), "rb")
         except FileNotFoundError:

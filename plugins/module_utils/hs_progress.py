@@ -128,8 +128,10 @@ def observe(path, run=None, service="unknown", output_format=None):
     `unknown`. output_format: the formats that are asked for, one or several; files of others are a `conflict`.
     """
     known = hs_manifest.read_json(os.path.join(path, hs_manifest.RUN)) or {}
+    message = hs_manifest.nameless(path) if run and not known else ""
     if run and known and known.get("run") != run:
         message = "%s holds run %s, not %s" % (path, known.get("run"), run)
+    if message:
         found = _observation("failed", known, hs_manifest.Manifest(path), {}, message)
         found.update(conflict=message, done="", records_done=0, tokens_done=0, bytes=0, sources={}, lengths=[], pace=pace([]))
         return found

@@ -106,6 +106,15 @@ def test_another_identity_is_refused_with_both_shown(out):
     assert '"weights":"w"' in str(caught.value) and '"weights":"v"' in str(caught.value)
 
 
+def test_records_of_a_run_that_nobody_can_name_are_not_taken_for_ours(out):
+    append(out, entry(out, 3))
+    (out / hm.RUN).unlink()
+    with pytest.raises(hm.ManifestError, match=r"holds a manifest\.jsonl and no run\.json that says of which run it is; bring that back"):
+        hm.claim_run(str(out), {**IDENTITY, "weights": "v"}, {})
+    found = hs_progress.observe(str(out), run=RUN)
+    assert "no run.json that says of which run it is" in found["conflict"] and (found["state"], found["done"]) == ("failed", "")
+
+
 def test_provenance_may_change_and_is_kept(out):
     before = (out / hm.RUN).read_bytes()
     hm.claim_run(str(out), IDENTITY, {"host": "one"})
