@@ -9,12 +9,15 @@ import json
 import re
 import socket
 import stat
+import sys
 import threading
 
 import pytest
 from extractor_process import RECORDS
 from fake_server import FakeServer
 
+from hidden_state_bridge import extract
+from hidden_state_bridge.config import read_config
 from hidden_state_bridge.notify import notify
 
 RUNS = re.compile(r'^hidden_state_bridge_(\w+)\{run="([0-9a-f]{12})"(?:,state="(\w+)")?\} (-?[\d.]+)$')
@@ -143,3 +146,19 @@ def test_nothing_is_begun_after_the_time(site):
 @pytest.mark.parametrize("until", ["tomorrow", "2026-01-31T06:00:00", "25:00"])
 def test_a_time_that_is_none_is_refused(site, until):
     assert "give a time with its zone, such as 2026-01-31T06:00:00+01:00" in site.run(2, until=until)
+
+
+def test_a_log_that_nobody_reads_any_more_ends_nothing(site, monkeypatch):
+    """A journal that died: the work, the status and a stop do not depend on it."""
+
+    class Broken:
+        def write(self, _text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+        def flush(self):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    with FakeServer(site.dumps) as server, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", Broken())
+        assert extract.run_service(read_config({**site.config, "url": server.url})) == 0
+    site.check_complete()

@@ -31,7 +31,7 @@ from .formats.files import Stored
 from .hashes import file_hash
 from .merge import formats_of
 from .packed import PackedDataset, Record
-from .progress import Progress, free_bytes
+from .progress import Progress, free_bytes, say
 from .remedy import remedy_of
 
 LOG_SECONDS = 10.0
@@ -193,7 +193,7 @@ class Conversion:
                         self.progress.write()
                     if now - logged >= LOG_SECONDS:
                         logged = now
-                        print(self.progress.line, flush=True)
+                        say(self.progress.line)
         finally:
             writer.close()
 
@@ -223,7 +223,7 @@ class Conversion:
                 entries.append(future.result())
             except RecordUnfit as error:
                 self.progress.failed(record, str(error))
-                print(f"record {record} failed: {error}", flush=True)
+                say(f"record {record} failed: {error}")
         if entries:
             writer.append(entries)
         for entry in entries:
@@ -282,7 +282,7 @@ class Conversion:
         else:
             state, message, code = "done", "", 0
         self.progress.write_last(state, message)
-        print(f"{state}: {self.progress.line}{'; ' + message if message else ''}", flush=True)
+        say(f"{state}: {self.progress.line}{'; ' + message if message else ''}")
         return code
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -137,8 +138,9 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """A line for the service's log."""
-    print(text, flush=True)
+    """A line for the service's log; one that cannot be written ends nothing."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 def free_bytes(path: str) -> int:
