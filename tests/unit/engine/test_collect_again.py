@@ -309,3 +309,27 @@ def test_a_damaged_vocabulary_mapping_is_found_and_written_again(make, dest, pac
     mapping.write_bytes(b"torn")
     assert hosts.collection(dest, both, packed)["changed"] and not mapping.exists() and verify(str(dest), None)["ok"]
     assert not hosts.collection(dest, both, packed)["changed"]
+
+
+def test_what_is_of_all_records_is_not_whole_while_they_change(make, dest, packed, monkeypatch):
+    """Killed between the records and the mapping of them: that is of the records before."""
+    one, two = make("specforge")
+    hosts.collection(dest, [one], packed, partial=True, draft_vocab_size=20)
+    before = (dest / "vocab_mapping.pt").read_bytes()
+
+    def die(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collect_module.vocab, "write_vocab", die)
+    with pytest.raises(KeyboardInterrupt):
+        hosts.collection(dest, [one, two], packed, draft_vocab_size=20)
+    monkeypatch.undo()
+    [problem] = verify(str(dest), None)["problems"]
+    assert problem["file"] == "vocab_mapping.pt" and "is not in run.json; the next collection brings it again" in problem["reason"]
+    assert hosts.collection(dest, [one, two], packed, draft_vocab_size=20)["changed"] and verify(str(dest), None)["ok"]
+    assert (dest / "vocab_mapping.pt").read_bytes() != before
+    # Where the records change and none is asked for, the one of the records before goes.
+    lose(one, 1)
+    file_of(dest, 1).unlink()
+    assert hosts.collection(dest, [one, two], packed, partial=True)["records"] == RECORDS - 1
+    assert not (dest / "vocab_mapping.pt").exists() and verify(str(dest), None)["ok"]

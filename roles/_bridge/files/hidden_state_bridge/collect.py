@@ -141,6 +141,9 @@ class _Collection:
             if request.mode == "ask":
                 wanted = self._ask([entry for entry, _files in left if entry["id"] not in merged.kept])
             else:
+                if left or self.manifest.stale or set(self.manifest.entries) - set(merged.used):
+                    # What is of all records together is of those before, until it is written again.
+                    together.forget(request.dest, set(together.known_of(request.dest)))
                 placing = Placing(request.mode, request.sources, self.manifest, merged.kept, self.access, request.workers)
                 self.problems = placing.place(left)
                 self.changed = placing.changed
@@ -301,7 +304,7 @@ class _Collection:
             written, removed = arrow.write_arrow(dest, self.dataset, rows, whole, access)
         if size:
             written |= vocab.write_vocab(dest, formats, self.dataset, [entry["id"] for entry in lines], size, whole, access)
-        for file in set(together.known_of(dest)) - whole - written - removed:
+        for file in together.there(dest) - whole - written:
             remove(dest, file)
             removed.add(file)
         together.note(dest, whole - written - removed, written, access)

@@ -26,6 +26,14 @@ def is_ours(file: str) -> bool:
     return bool(_OURS.match(file))
 
 
+def there(directory: str) -> set[str]:
+    """Paths of such files in a collection, whether or not run.json names them. Raises OSError."""
+    found = set(os.listdir(directory))
+    if os.path.isdir(os.path.join(directory, "speculators")):
+        found |= {f"speculators/{name}" for name in os.listdir(os.path.join(directory, "speculators"))}
+    return {file for file in found if is_ours(file)}
+
+
 def known_of(directory: str) -> dict[str, dict[str, Any]]:
     """What run.json says: {path: {bytes, sha256}}. Raises ManifestError."""
     known = (hs_manifest.read_json(os.path.join(directory, hs_manifest.RUN)) or {}).get(KEY)

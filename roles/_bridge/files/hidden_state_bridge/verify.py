@@ -55,7 +55,7 @@ def verify(output_dir: str, sample: int | None, seed: int = 0, repair: bool = Fa
         manifest = hs_manifest.Manifest(output_dir)
         problems = _of_the_manifest(manifest, running, remedy, collection)
         if not running:
-            problems += _extra(manifest, remedy)
+            problems += _extra(manifest, remedy, collection)
         repaired = _repair(manifest, problems, collection) if lock is not None and not repair else []
         if not running:
             problems += _of_all_together(manifest, remedy)
@@ -129,13 +129,13 @@ def _of_the_manifest(manifest: hs_manifest.Manifest, running: bool, remedy: Reme
     return problems
 
 
-def _extra(manifest: hs_manifest.Manifest, remedy: Remedy) -> list[dict[str, Any]]:
-    """Files below the format directories that no line names."""
+def _extra(manifest: hs_manifest.Manifest, remedy: Remedy, collection: bool) -> list[dict[str, Any]]:
+    """Files below the format directories that no line names, and those of all records of a collection that run.json does not."""
     lines = [*manifest.entries.values(), *manifest.stale.values()]
     known = {file["file"] for entry in lines for file in hs_manifest.files_of(entry)}
     known |= set(together.known_of(manifest.path))
     problems = []
-    for file in sorted(files_below(manifest.path)):
+    for file in sorted({*files_below(manifest.path), *(together.there(manifest.path) if collection else ())}):
         if file in known:
             continue
         if together.is_ours(file):
