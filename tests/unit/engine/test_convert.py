@@ -219,6 +219,19 @@ def test_a_stop_finishes_what_is_at_work_and_the_next_start_goes_on(run, monkeyp
     run.check("specforge")
 
 
+def test_what_is_under_way_keeps_its_room(run, monkeypatch, capsys):
+    """As many files as are at work at once would go beyond the low-water mark before the first of them is on the disk."""
+    run.make("safetensors")
+    sizes = sorted(entry["bytes"] for entry in hm.Manifest(str(run.source)).entries.values())
+    monkeypatch.setattr(convert, "free_bytes", lambda _path: 3 * sizes[-1])
+    run.convert("specforge", "modelopt", status=2, workers=RECORDS)
+    assert "that are in flight or next, and 0 B stay free (min_free_bytes); make room and start again" in capsys.readouterr().err
+    assert len(list(run.output.glob("*/*/*"))) <= 4 * 2
+    monkeypatch.undo()
+    run.convert("specforge", "modelopt")
+    run.check("specforge", "modelopt")
+
+
 def test_what_cannot_be_done_is_refused(run, capsys, monkeypatch):
     run.make("safetensors")
     for changes, text in [

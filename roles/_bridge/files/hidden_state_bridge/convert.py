@@ -176,13 +176,13 @@ class Conversion:
         self.progress.begin()
         self.progress.write("running")
         written = logged = time.monotonic()
-        pending: dict[Future[dict[str, Any]], int] = {}
+        pending: dict[Future[dict[str, Any]], dict[str, Any]] = {}
         waiting = iter(self.left)
         try:
             with ThreadPoolExecutor(workers, "convert") as pool:
                 while True:
-                    for entry in self._next(waiting, 2 * workers - len(pending)):
-                        pending[pool.submit(self.convert, entry)] = entry["id"]
+                    for entry in self._next(waiting, 2 * workers - len(pending), pending):
+                        pending[pool.submit(self.convert, entry)] = entry
                     if not pending:
                         break
                     done, _rest = wait(pending, timeout=STATUS_SECONDS, return_when=FIRST_COMPLETED)
@@ -197,28 +197,32 @@ class Conversion:
         finally:
             writer.close()
 
-    def _next(self, waiting: Iterator[dict[str, Any]], room: int) -> Iterator[dict[str, Any]]:
+    def _next(
+        self, waiting: Iterator[dict[str, Any]], room: int, pending: dict[Future[dict[str, Any]], dict[str, Any]]
+    ) -> Iterator[dict[str, Any]]:
         for _place in range(room):
             if self.stopping:
                 return
             entry = next(waiting, None)
             if entry is None:
                 return
+            # What is under way may not have a byte on the disk yet; a file is about as large as the one that it is made from.
+            needed = len(self.config.formats) * sum(self._file_of(one)["bytes"] for one in (*pending.values(), entry))
             free = free_bytes(self.config.output_dir)
-            if free < self.config.min_free_bytes:
+            if free - needed < self.config.min_free_bytes:
                 raise ConfigError(
-                    f"the file system of {self.config.output_dir} has {hs_progress.size(free)} free, and"
-                    f" {hs_progress.size(self.config.min_free_bytes)} stay free (min_free_bytes); make room and start again:"
+                    f"the file system of {self.config.output_dir} has {hs_progress.size(free)} free for {hs_progress.size(needed)} that are"
+                    f" in flight or next, and {hs_progress.size(self.config.min_free_bytes)} stay free (min_free_bytes); make room and start again:"
                     " the conversion goes on where it stopped"
                 )
             yield entry
 
     def _record(
-        self, done: set[Future[dict[str, Any]]], pending: dict[Future[dict[str, Any]], int], writer: hs_manifest.ManifestWriter
+        self, done: set[Future[dict[str, Any]]], pending: dict[Future[dict[str, Any]], dict[str, Any]], writer: hs_manifest.ManifestWriter
     ) -> None:
         entries = []
         for future in done:
-            record = pending.pop(future)
+            record = pending.pop(future)["id"]
             try:
                 entries.append(future.result())
             except RecordUnfit as error:
@@ -231,7 +235,7 @@ class Conversion:
 
     def convert(self, entry: dict[str, Any]) -> dict[str, Any]:
         """Convert one record; returns its manifest entry. Raises RecordUnfit for what is wrong with its file, OSError."""
-        file = next(file for file in hs_manifest.files_of(entry) if file["file"].startswith(f"{self.format}/"))
+        file = self._file_of(entry)
         path = os.path.join(self.config.source_dir, file["file"])
         try:
             same = file_hash(path) == file["sha256"]
@@ -248,6 +252,10 @@ class Conversion:
         states = dataclasses.replace(content, metadata=self._metadata(content.metadata, entry))
         files = store.save(self.config.output_dir, self.config.formats, self.access, record, states)
         return store.entry_of(record, files, entry.get("sglang_version", ""))
+
+    def _file_of(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """The file of a record that is read."""
+        return next(file for file in hs_manifest.files_of(entry) if file["file"].startswith(f"{self.format}/"))
 
     def _record_of(self, entry: dict[str, Any], content: Stored, path: str) -> Record:
         """The record that a file is of, by the data set or by the file itself. Raises RecordUnfit."""
