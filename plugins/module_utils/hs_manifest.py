@@ -259,7 +259,7 @@ def _entry(line):
     files = files_of(entry) if _valid(entry, _ENTRY_FIELDS) and entry["id"] >= 0 else None
     if not isinstance(files, list) or not files or not all(_valid(file, _FILE_FIELDS) for file in files):
         return None
-    plain = not any({"", ".", ".."} & set(file["file"].split("/")) for file in files)
+    plain = not any({"", ".", ".."} & set(str(name or "").split("/")) for file in files for name in (file["file"], file.get("from", "-")))
     return entry if plain and sum(file["bytes"] for file in files) == entry["bytes"] else None
 
 

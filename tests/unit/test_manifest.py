@@ -239,7 +239,20 @@ def test_second_copies_are_counted_and_links_count_in_a_collection_alone(tmp_pat
 
 @pytest.mark.parametrize(
     "change",
-    [{"id": "1"}, {"id": True}, {"id": -1}, {"bytes": 1.5}, {"file": "../x"}, {"file": "/etc/passwd"}, {"file": ""}, {"sha256": None}],
+    [
+        {"id": "1"},
+        {"id": True},
+        {"id": -1},
+        {"bytes": 1.5},
+        {"file": "../x"},
+        {"file": "/etc/passwd"},
+        {"file": ""},
+        {"sha256": None},
+        # Where a collection pulls the file to.
+        {"from": "../x"},
+        {"from": "/etc/passwd"},
+        {"from": None},
+    ],
 )
 def test_an_invalid_line_counts_for_nothing(out, change):
     append(out, entry(out, 0), {**entry(out, 1), **change}, entry(out, 2))
