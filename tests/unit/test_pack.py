@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import KILLED, forked, kill
 
+from hidden_state_bridge import pack as pack_module
 from hidden_state_bridge.errors import Refusal
 from hidden_state_bridge.pack import pack
 from hidden_state_bridge.packed import PackedDataset
@@ -186,3 +191,35 @@ def test_the_command_prints_a_table_and_one_object(tmp_path, sources):
     done = subprocess.run(command, input=json.dumps({"sources": sources}), env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
     assert f"{sources[1]['name']} {sources[1]['path']}:31: not JSON" in done.stderr
+
+
+def test_what_a_killed_packer_left_goes_and_one_at_work_keeps_its_own(tmp_path, sources):
+    out = tmp_path / "out"
+
+    def killed() -> None:
+        with pack_module._workspace(str(out)) as work:
+            (Path(work) / "1.ids").write_bytes(bytes(1000))
+            kill()
+
+    assert forked(killed)[0] == KILLED
+    [left] = out.iterdir()
+    asked, answer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with pack_module._workspace(str(out)):
+            os.write(answer, b"1")
+            time.sleep(60)
+        os._exit(0)
+    os.close(answer)
+    try:
+        assert os.read(asked, 1)
+        [at_work] = out.iterdir()
+        assert at_work != left
+        pack({"sources": sources}, str(out))
+        assert at_work.is_dir()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(asked)
+    pack({"sources": sources, "seed": 4}, str(out))
+    assert not list(out.glob(".pack-*"))

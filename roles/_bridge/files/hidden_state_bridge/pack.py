@@ -9,6 +9,7 @@ The result depends on contents, names, settings and seed, not on the order in wh
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -34,6 +35,9 @@ from .sources import Settings, Source, files_of, read_config, shuffled
 from .spool import read_spools
 
 PACK_VERSION = 2
+# A packer's own directory begins so, and holds a file that the packer has locked.
+WORKSPACE = ".pack-"
+AT_WORK = "at-work"
 META_SETTINGS = ("seed", "max_length", "min_tokens", "max_tokens", "missing_mask", "untrained", "vocab_size")
 # A token and its mask; the numbers of a record.
 PACKED_BYTES = (5, 32)
@@ -143,15 +147,32 @@ def _meta(scans: list[Scan], settings: Settings, tokenizer: dict[str, Any] | Non
 def _workspace(out_dir: str) -> Iterator[str]:
     try:
         os.makedirs(out_dir, mode=0o700, exist_ok=True)
-        work = tempfile.mkdtemp(dir=out_dir, prefix=".pack-")
+        _remove_left(out_dir)
+        work = tempfile.mkdtemp(dir=out_dir, prefix=WORKSPACE)
     except OSError as error:
         raise Refusal(f"{out_dir} cannot be written: {error.strerror}; choose another --out-dir") from error
     try:
-        yield work
+        with open(os.path.join(work, f"{AT_WORK}.new"), "xb", opener=open_private) as held:
+            # Of this process alone, so that one that it forked and that outlives it does not hold it.
+            fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(held.name, os.path.join(work, AT_WORK))
+            yield work
     except OSError as error:
         raise Refusal(f"packing into {out_dir} failed: {error}; see to its free space and permissions") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _remove_left(out_dir: str) -> None:
+    """Remove the workspaces of packers that were killed; they may be as large as the sources."""
+    for name in os.listdir(out_dir):
+        if not name.startswith(WORKSPACE):
+            continue
+        work = os.path.join(out_dir, name)
+        # Where there is no such file yet, or another packer holds it, somebody is at work.
+        with contextlib.suppress(OSError), open(os.path.join(work, AT_WORK), "r+b") as held:
+            fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _build(
