@@ -333,3 +333,13 @@ def test_what_is_of_all_records_is_not_whole_while_they_change(make, dest, packe
     file_of(dest, 1).unlink()
     assert hosts.collection(dest, [one, two], packed, partial=True)["records"] == RECORDS - 1
     assert not (dest / "vocab_mapping.pt").exists() and verify(str(dest), None)["ok"]
+
+
+def test_nothing_is_asked_for_into_a_collection_of_another_run(make, dest, packed, tmp_path):
+    """It would be pulled, for hours, before the move is refused."""
+    one, two = make("specforge")
+    hosts.collection(dest, [one, two], packed, mode="copy")
+    other = hosts.make_host(tmp_path / "other", packed, ONE, ("specforge",), "post_norm")
+    with pytest.raises(Refusal, match="holds another run"):
+        hosts.collection(dest, [other], packed, mode="ask", partial=True)
+    assert not (dest / collect_module.INCOMING).exists()

@@ -90,6 +90,8 @@ def collect(request: Request) -> dict[str, Any]:
             provenance = {"collected_from": {source.host: source.place for source in request.sources}, "mode": request.mode}
             if request.mode != "ask":
                 hs_manifest.claim_run(request.dest, identity, provenance, access.file_mode, access.gid)
+            elif (known := hs_manifest.read_json(os.path.join(request.dest, hs_manifest.RUN))) and known.get("identity") != identity:
+                raise Refusal(hs_manifest.other_identity(request.dest, known.get("identity"), identity))
             with tempfile.TemporaryFile(dir=request.dest) as spool:
                 return _Collection(request, access, identity).gather(spool)
         finally:
