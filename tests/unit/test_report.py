@@ -233,6 +233,16 @@ def test_a_host_with_another_run_in_its_directory_does_not_name_the_layers(reque
     assert (report["run"], report["identity"]) == ("0123456789ab", IDENTITY)
 
 
+def test_a_report_that_cannot_be_written_leaves_nothing(tmp_path, request_, monkeypatch):
+    def full(*_arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hidden_state_bridge.report.os.chmod", full)
+    with pytest.raises(Refusal, match="cannot be written to .*: No space left on device; choose another directory"):
+        write_report(request_, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_command(tmp_path, request_, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request_)))
     assert main(["report", "--out-dir", str(tmp_path)]) == 0

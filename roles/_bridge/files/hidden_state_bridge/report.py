@@ -234,8 +234,12 @@ def _replace(path: str, text: str) -> bool:
     except (FileNotFoundError, UnicodeDecodeError):
         pass
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f".{os.path.basename(path)}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        stream.write(text)
-    os.chmod(temporary, 0o644)
-    os.rename(temporary, path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.chmod(temporary, 0o644)
+        os.rename(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
     return True
