@@ -35,6 +35,11 @@ SERVER = """
 - ansible.builtin.fail: {msg: not ready within 5 s}
   when: server_fails
 """
+END = """
+- ansible.builtin.debug: {msg: "{{ inventory_hostname }} server without extractor on {{ ansible_facts['system'] }}"}
+- ansible.builtin.fail: {msg: no answer}
+  when: end_fails | default(false)
+"""
 SITUATION = """
 - ansible.builtin.set_fact: {sglang_server_situation: "the commands"}
 """
@@ -58,18 +63,19 @@ def play(tmp_path):
         "roles/hs_patch/tasks/others.yml": PATCH.replace("patch {{", "patch others {{"),
         "roles/sglang_server/tasks/main.yml": SERVER,
         "roles/sglang_server/tasks/situation.yml": SITUATION,
+        "roles/extraction/tasks/end.yml": END,
         "plugins/modules/patcher.py": PATCHER,
     }.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(text)
     shutil.copytree(ROOT / "playbooks" / "tasks", tmp_path / "tasks")
-    for name in ("serve.yml", "hosts.yml"):
-        shutil.copy(ROOT / "playbooks" / name, tmp_path)
+    for playbook in (ROOT / "playbooks").glob("*.yml"):
+        shutil.copy(playbook, tmp_path)
     (tmp_path / "ansible.cfg").touch()
     environment = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "LC_ALL": "C.UTF-8", "ANSIBLE_NOCOLOR": "1"}
     environment["ANSIBLE_COLLECTIONS_PATH"] = str(tmp_path / "collections")
 
-    def run(what, **hosts):
+    def run(what, *arguments, **hosts):
         common = {
             "ansible_connection": "local",
             "ansible_host": "gpu-01",
@@ -83,7 +89,7 @@ def play(tmp_path):
         if not (tmp_path / name).exists():
             name = "play.yml"
             (tmp_path / name).write_text(PLAY % what)
-        command = [str(Path(sys.executable).parent / "ansible-playbook"), name, "-i", "hosts.json"]
+        command = [str(Path(sys.executable).parent / "ansible-playbook"), name, "-i", "hosts.json", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
 
     return run
@@ -173,3 +179,16 @@ def test_a_server_that_does_not_come_to_serve(play, before):
     output = play("serve", one={"server_fails": True, "sglang_server_info": {"before": before}})
     assert asked(output) == ["one server serving"]
     assert ("THIS HOST IS NOT AS IT WAS BEFORE." in output) is (before is not None) and "the commands" in output, output
+
+
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=PLAYED), True])
+def test_a_stop_that_the_inventory_asks_for_brings_the_server_back(play, fails):
+    """Also where the extractor cannot be ended, which is said then. Its roles need facts."""
+    output = play("extract", one={"extraction_state": "stopped", "end_fails": fails})
+    assert asked(output) == ["one server without extractor on Linux", "one server restored"], output
+    assert ("The extractor did not end: no answer" in output) is fails and ("failed=1" in output) is fails, output
+
+
+def test_to_watch_where_no_host_is_fails(play):
+    output = play("extract", "--tags", "watch")
+    assert "No host to work on" in output and "failed=1" in output, output
