@@ -26,7 +26,7 @@ IDENTITY = {"dataset": "d", "weights": "w", "layers": [1], "final": "post_norm",
 PROVE = {"ansible.builtin.include_role": {"name": "hidden_state.bridge.extraction", "tasks_from": "canary"}}
 PYTHON = """#!/bin/sh
 echo "$@" >> "$(dirname "$0")/asked"
-echo the table
+echo the table, ${BECAME:-no become}
 echo '{"ok": true, "prints": {}}'
 """
 MANAGER = """
@@ -37,6 +37,10 @@ if not module.check_mode:
     with open("ASKED", "a") as file:
         print(module.params["name"], module.params["state"], file=file)
 module.exit_json(changed=True, action="stop", service={"since": None})
+"""
+SUDO = """#!/bin/sh
+while [ "$1" != /bin/sh ]; do shift; done
+BECAME=become exec "$@"
 """
 PROVED = ["hidden-state-extraction stopped", "canary"]
 
@@ -54,6 +58,11 @@ def prove(tmp_path):
     (tmp_path / "ansible.cfg").touch()
     environment = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"), "LC_ALL": "C.UTF-8", "TZ": "Asia/Tokyo"}
     environment["ANSIBLE_COLLECTIONS_PATH"] = str(tmp_path / "collections")
+    # A user who becomes the same one is none otherwise.
+    environment["ANSIBLE_BECOME_ALLOW_SAME_USER"] = "true"
+    sudo = tmp_path / "sudo"
+    sudo.write_text(SUDO)
+    sudo.chmod(0o755)
 
     def run(since, *arguments, before=None, action="none", tasks=PROVE):
         (tmp_path / "play.yml").write_text(json.dumps([{"hosts": "sglang", "gather_facts": True, "tasks": [tasks]}]))
@@ -62,6 +71,7 @@ def prove(tmp_path):
         host = {
             "ansible_connection": "local",
             "ansible_python_interpreter": sys.executable,
+            "ansible_become_exe": str(sudo),
             "sglang_server_info": server,
             "_service_result": {"action": action, "service": {"since": since}},
             "dataset_stage_packed": {"path": "/data/d"},
@@ -103,7 +113,14 @@ def extractor(tmp_path):
 def test_without_an_extractor_at_work_the_capture_is_proved(prove, tmp_path):
     assert prove(time.time(), "--check")[0] == [] and not (tmp_path / "state").exists()
     told, said = prove(time.time())
-    assert told == PROVED and "the table" in said and (tmp_path / "state" / "extraction" / "config.json").exists()
+    assert told == PROVED and "the table, no become" in said and (tmp_path / "state" / "extraction" / "config.json").exists()
+
+
+@pytest.mark.parametrize("become", [["--become"], ["-e", '{"ansible_become": true}']])
+def test_the_canary_runs_as_whoever_the_call_becomes(prove, become):
+    """Its configuration is for that user alone."""
+    told, said = prove(time.time(), *become)
+    assert told == PROVED and "the table, become" in said
 
 
 @pytest.mark.usefixtures("extractor")

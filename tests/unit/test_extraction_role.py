@@ -106,6 +106,18 @@ def test_what_a_later_verification_finds_is_in_the_report(play, tmp_path):
     assert row["problems"][0]["file"] == "safetensors/data_1.safetensors"
 
 
+def test_what_a_call_becomes_verifies(play, tmp_path):
+    make_output(tmp_path / "out" / "one")
+    sudo, python = tmp_path / "sudo", tmp_path / "python"
+    sudo.write_text('#!/bin/sh\nwhile [ "$1" != /bin/sh ]; do shift; done\nBECAME=become exec "$@"\n')
+    python.write_text('#!/bin/sh\necho "read with ${BECAME:-no become}" >&2; exit 1\n')
+    for program in (sudo, python):
+        program.chmod(0o755)
+    hosts = {"one": {"extraction_python": str(python), "ansible_become_exe": str(sudo)}}
+    said = play(ROOT / "playbooks/verify.yml", hosts, "--become", fails=True, environment={"ANSIBLE_BECOME_ALLOW_SAME_USER": "true"})
+    assert "read with become" in said
+
+
 @PLAYED
 def test_a_report_is_written_where_the_files_of_every_host_are_wrong(play, tmp_path):
     for name in ("one", "two"):
