@@ -209,6 +209,14 @@ def test_a_host_that_never_had_a_share_is_passed_over(play, tmp_path):
     assert f"Nothing was verified in {out}" in said and "0 files" not in said and f"has no {hm.MARKER}" in said
 
 
+@pytest.mark.parametrize("what", ["verify", "convert"])
+def test_without_an_interpreter_the_variable_is_named(play, tmp_path, what):
+    make_output(tmp_path / "out" / "one")
+    converts = {"extraction_convert_dir": str(tmp_path / "converted"), "extraction_convert_format": "specforge"}
+    said = play([part(what)], {"one": {"extraction_python": "", **converts}}, fails=True)
+    assert "extraction_python is not set, and no server is found that would tell" in said and not (tmp_path / "converted").exists()
+
+
 @pytest.mark.parametrize("playbook", ["verify.yml", pytest.param("convert.yml", marks=PLAYED)])
 def test_where_no_host_has_anything_the_directory_is_a_wrong_one(play, tmp_path, playbook):
     host = {"extraction_convert_dir": str(tmp_path / "converted"), "extraction_convert_format": "specforge"}

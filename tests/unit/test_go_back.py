@@ -40,6 +40,13 @@ END = """
 - ansible.builtin.fail: {msg: no answer}
   when: end_fails | default(false)
 """
+SURVEY = """
+- ansible.builtin.set_fact: {sglang_server_python: /found/python}
+"""
+WORKS = """
+- ansible.builtin.debug: {msg: "{{ inventory_hostname }} server read with {{ sglang_server_python }}"}
+- ansible.builtin.set_fact: {extraction_verified: {ok: true}}
+"""
 SITUATION = """
 - ansible.builtin.set_fact: {sglang_server_situation: "the commands"}
 """
@@ -63,7 +70,11 @@ def play(tmp_path):
         "roles/hs_patch/tasks/others.yml": PATCH.replace("patch {{", "patch others {{"),
         "roles/sglang_server/tasks/main.yml": SERVER,
         "roles/sglang_server/tasks/situation.yml": SITUATION,
+        "roles/sglang_server/tasks/survey.yml": SURVEY,
         "roles/extraction/tasks/end.yml": END,
+        "roles/extraction/tasks/verify.yml": WORKS,
+        "roles/extraction/tasks/convert.yml": WORKS,
+        "roles/_bridge/tasks/main.yml": "[]",
         "plugins/modules/patcher.py": PATCHER,
     }.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +108,7 @@ def play(tmp_path):
 
 def asked(output: str) -> list[str]:
     """What the roles were asked for."""
-    return [one.strip() for one in re.findall(r'"msg": "(\w+ (?:patch|server) [\w ]+)"', output)]
+    return [one.strip() for one in re.findall(r'"msg": "(\w+ (?:patch|server) [\w/ ]+)"', output)]
 
 
 @pytest.mark.parametrize(
@@ -192,3 +203,9 @@ def test_a_stop_that_the_inventory_asks_for_brings_the_server_back(play, fails):
 def test_to_watch_where_no_host_is_fails(play):
     output = play("extract", "--tags", "watch")
     assert "No host to work on" in output and "failed=1" in output, output
+
+
+@pytest.mark.parametrize("playbook", ["verify", pytest.param("convert", marks=PLAYED)])
+def test_files_are_read_with_the_interpreter_of_a_server_that_is_found(play, playbook):
+    output = play(playbook, one={}, two={"sglang_server_python": "/own/python"})
+    assert sorted(asked(output)) == ["one server read with /found/python", "two server read with /own/python"], output
