@@ -81,9 +81,10 @@ class ActionModule(ActionBase):
             found.pop("invocation", None)
             waited = round(time.monotonic() - begun, 1)
             result = dict(found, changed=False, polls=polls, waited=waited)
-            if found.get("failed"):
-                return result
             state, line = found.get("state"), found.get("line") or ""
+            if found.get("failed"):
+                # A service manager under load does not answer at times, or a file system.
+                state, line = "error", "cannot be looked at: %s" % (found.get("msg") or "no message").splitlines()[0]
             if line and (line != shown or waited - shown_at >= HEARTBEAT_SECONDS):
                 display.display("%s: %s (%d s)" % (host, line, waited))
                 shown, shown_at = line, waited
@@ -91,6 +92,8 @@ class ActionModule(ActionBase):
                 return result
             repeated = repeated + 1 if state == bad else 1
             bad = state
+            if state == "error" and repeated > tolerate.get(state, 0):
+                return result
             if state in fail_on and repeated > tolerate.get(state, 0):
                 return self._failure(result, "%s: %s" % (what, state), found.get("message") or line)
             if args["timeout"] and waited + args["interval"] > args["timeout"]:

@@ -47,6 +47,7 @@ options:
     description:
       - How many polls in a row may show a state of O(fail_on) before it counts, as a dictionary from state to number.
       - C(unreachable) is the number of polls in a row in which the host may not be reached.
+      - C(error) is the number of polls in a row in which the module may fail; without it the first one ends the watching.
     type: dict
     default: {unreachable: 3}
   interval:

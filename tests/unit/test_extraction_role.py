@@ -255,3 +255,20 @@ def test_the_status_is_of_the_last_start(play, tmp_path):
     said = play([part("status"), told], hosts, environment={"PATH": path})
     assert "one is failed, the extraction service failed before it could start; its log says why." in said
     assert all(line in said for line in ("other is done, .", "mute is done, .", "never is absent, ."))
+
+
+# Does not answer at the first look.
+LATE = """#!/bin/sh
+mkdir "$0.asked" 2>/dev/null && exit 1
+echo "LoadState=loaded\\nActiveState=inactive\\nMainPID=0\\nExecMainStatus=0"
+"""
+
+
+def test_a_look_that_fails_does_not_give_an_extraction_up(play, tmp_path):
+    make_output(tmp_path / "out" / "one")
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(LATE)
+    systemctl.chmod(0o755)
+    host = {"extraction_manager": "systemd", "extraction_watch_interval": 1}
+    said = play([part("watch")], {"one": host}, environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert "one: cannot be looked at: systemctl show" in said

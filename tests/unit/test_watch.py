@@ -100,6 +100,15 @@ def test_a_module_that_fails_ends_it(shown):
     assert result["failed"] and result["msg"] == "no such unit"
 
 
+def test_a_module_that_fails_at_times(shown):
+    failed = {"failed": True, "msg": "systemctl show x: timed out\nmore"}
+    result = run([WAITING, failed, failed, WAITING, failed, failed, READY], interval=5, tolerate={"error": 2})
+    assert (result["state"], result["polls"]) == ("ready", 7) and "failed" not in result
+    assert "gpu1: cannot be looked at: systemctl show x: timed out (5 s)" in shown
+    result = run([WAITING, failed], interval=5, tolerate={"error": 2})
+    assert result["failed"] and result["polls"] == 4 and result["msg"] == failed["msg"]
+
+
 def test_a_worker_whose_playbook_was_killed_looks_no_more(shown, monkeypatch):
     parents = iter([7, 7, 7, 1])
     monkeypatch.setattr(watch.os, "getppid", lambda: next(parents))
