@@ -207,6 +207,7 @@ def of_one_run(evaluate, one=None, two=None, before=None, three=None, **variable
     fine = {
         "sglang_server_info": by_host(*({**server, **(own or {})} for own in (one, two, three))),
         "extraction_identity": identity,
+        "__extraction_reports": "/prod/reports",
         "extraction_allow_mixed": False,
         "__extraction_output_dir": "/out/host",
         "__extraction_before": by_host({"conflict": ""}, lies, {"conflict": ""}),
@@ -224,6 +225,13 @@ def test_hosts_of_another_run_are_refused_with_both_identities(evaluate):
     found = of_one_run(evaluate, extraction_identity=ours, extraction_allow_mixed=True, left=0)
     both = '{"layers": [1, 3, 4], "weights": "v"} here, {"layers": [1, 3, 4], "weights": "w"} there'
     assert found == {"one": [], "two": [f"is of another run than one: {both}"]}
+
+
+def test_hosts_have_one_ledger(evaluate):
+    """Beside the inventory, of which there may be two."""
+    found = of_one_run(evaluate, __extraction_reports=by_host("/prod/reports", "/more/reports"), extraction_allow_mixed=True)
+    said = "extraction_report_dir is /more/reports here and /prod/reports on one, and the ledger of shares in it is one for all hosts"
+    assert found == {"one": [], "two": [said]}
 
 
 @pytest.mark.parametrize(
