@@ -9,4 +9,4 @@ import sys
 import extract_gpu
 
 if __name__ == "__main__":
-    sys.exit(extract_gpu.main(["--device", "cpu", "--tokens", "850000", "--concurrency", "16", *sys.argv[1:]]))
+    sys.exit(extract_gpu.main(["--device", "cpu", "--tokens", "420000", "--concurrency", "16", *sys.argv[1:]]))

@@ -58,7 +58,7 @@ class Bench:
         self.options, self.directory = options, directory
         self.package, self.release = serving.installed_sglang()
         self.cpu = options.device == "cpu"
-        lengths, vocabulary = ((16, 2000, 6.6, 0.5), 500) if self.cpu else (serving.LENGTHS, 100_000)
+        lengths, vocabulary = ((16, 1000, 5.9, 0.5), 500) if self.cpu else (serving.LENGTHS, 100_000)
         self.records = serving.make_records(options.tokens, lengths=lengths, vocabulary=vocabulary)
         self.tokens = sum(map(len, self.records))
         self.packed = payload.pack(self.records, directory)
