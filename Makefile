@@ -104,7 +104,7 @@ releases: engine $(ENGINE_PYTEST)/.done ## real servers of several releases agai
 
 .PHONY: e2e
 e2e: $(VENV)/.test engine ## the end-to-end test on the real engine
-	python -m pytest tests/integration --numprocesses $(JOBS) --dist loadgroup --verbose $(PYTEST_ARGS)
+	python -m pytest tests/integration --numprocesses $(JOBS) --verbose $(PYTEST_ARGS)
 
 .PHONY: molecule
 molecule: $(VENV)/.molecule ## the same job in a container with systemd; SCENARIO=default

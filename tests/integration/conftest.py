@@ -18,6 +18,7 @@ import urllib.request
 
 import pytest
 import yaml
+from xdist.scheduler import LoadScopeScheduling
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ENGINE = pathlib.Path(os.environ.get("HSB_ENGINE", ROOT / ".cache" / "sglang-cpu" / "venv"))
@@ -27,9 +28,23 @@ BIN = pathlib.Path(sys.executable).parent
 PATIENCE = 1200
 # What takes many minutes.
 drill = pytest.mark.skipif(os.environ.get("DRILLS") != "all", reason="a drill of many minutes; DRILLS=all runs it, as `make drills` does")
-# Tests of one site, which build on each other; all others have a site of their own, and run beside them.
-one_site = pytest.mark.xdist_group("site")
+# Files whose tests build on each other, by the site that they share. All other tests have a site of their own.
+SHARED = {
+    **dict.fromkeys(["test_1_extract", "test_2_entry_points", "test_3_refusals", "test_9_alone"], "site"),
+    "test_7_elastic": "fleet",
+}
 RECAP = re.compile(r"^one +: ok=(\d+) +changed=(\d+) +unreachable=(\d+) +failed=(\d+)", re.MULTILINE)
+
+
+class BySite(LoadScopeScheduling):
+    """Tests of one site run in their order in one process, and all others beside them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return SHARED.get(pathlib.PurePath(nodeid.partition("::")[0]).stem, nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> BySite:
+    return BySite(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,9 +16,7 @@ import time
 
 import pytest
 
-from conftest import MODEL, one_site, recap
-
-pytestmark = one_site
+from conftest import MODEL, recap
 
 HERE = pathlib.Path(__file__).parent
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [200, 3, 99]]

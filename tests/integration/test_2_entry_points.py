@@ -8,9 +8,7 @@ import subprocess
 
 import pytest
 
-from conftest import BIN, ROOT, one_site, recap
-
-pytestmark = one_site
+from conftest import BIN, ROOT, recap
 
 
 def run(arguments, cwd, environment):

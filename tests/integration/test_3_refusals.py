@@ -9,9 +9,7 @@ import subprocess
 
 import pytest
 
-from conftest import BIN, ROOT, one_site
-
-pytestmark = one_site
+from conftest import BIN, ROOT
 
 
 @pytest.mark.parametrize("arguments", [("status.yml",), ("extract.yml",), ("extract.yml", "-e", "extraction_state=stopped")])

@@ -21,7 +21,7 @@ PILOT = 300
 RECORDS_A_SOURCE = 60
 SOURCES = 8
 
-pytestmark = [drill, pytest.mark.xdist_group("fleet")]
+pytestmark = drill
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from conftest import drill, one_site
+from conftest import drill
 
-pytestmark = [drill, one_site]
+pytestmark = drill
 PATIENCE = 600
 # The host gives a play that long, which looks every second, on a machine that does other things too.
 AFTER = 20
