@@ -197,6 +197,8 @@ class Service:
         return False
 
     def _finish(self, order, before):
+        if before == "serving":
+            tell(order, "rejoined")
         # What is recorded has a play run those tasks.
         tasks_left = order["after_start"] and before == "serving"
         why = "; the tasks of sglang_server_tasks_after_start wait for extract.yml or serve.yml" if tasks_left else ""

@@ -5,6 +5,7 @@
 
 PRIVATE to the collection. ``start`` takes in the service's files as they lie there; ``take_notice`` does so for a
 service that stays down, ``refresh`` for one that stays up. ``stop`` gets the identities of the service's processes.
+``stopped_along`` are the other services that a stop took down too, which ``rejoin`` starts again, returning those that were down.
 All raise ServiceError.
 """
 
@@ -19,6 +20,7 @@ import xmlrpc.client
 from ansible_collections.hidden_state.bridge.plugins.module_utils import container_query as cq
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
+from ansible_collections.hidden_state.bridge.plugins.module_utils import service_dependents as dependents
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as sq
 
 _DAEMON_ENVIRONMENT = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR")
@@ -47,6 +49,7 @@ class Systemd:
         self._systemctl("start", "--no-block")
 
     def stop(self, _members):
+        dependents.remember(self.unit)
         self._systemctl("stop", "--no-block")
         if self._is_down_within(self.seconds):
             return
@@ -71,6 +74,12 @@ class Systemd:
 
     def refresh(self):
         self.take_notice()
+
+    def stopped_along(self):
+        return dependents.recorded(self.unit)
+
+    def rejoin(self):
+        return dependents.rejoin(self.unit)
 
     def is_enabled(self):
         return sq.run(["systemctl", "is-enabled", self.unit])[1].strip() == "enabled"
@@ -152,6 +161,11 @@ class Supervisor:
     def refresh(self):
         """Nothing: supervisord takes a program in only while it does not run."""
 
+    def stopped_along(self):
+        return []
+
+    rejoin = stopped_along
+
     def is_enabled(self):
         return None
 
@@ -198,6 +212,11 @@ class Container:
 
     def refresh(self):
         """Nothing: a container is made anew for other settings."""
+
+    def stopped_along(self):
+        return []
+
+    rejoin = stopped_along
 
     def is_enabled(self):
         return None

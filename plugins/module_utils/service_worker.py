@@ -23,8 +23,8 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils.service_reason
 REAP_SECONDS = 10.0
 # A process that its manager still calls starting has been taken for good once it is that old: a program that cannot be run ends at once.
 TAKEN_SECONDS = 3.0
-# States that neither start nor stop anything.
-LOOKING = ("query", "unclaimed", "reloaded")
+# States that neither start nor stop the service.
+LOOKING = ("query", "unclaimed", "reloaded", "rejoined")
 
 
 class Worker:
@@ -199,6 +199,8 @@ class Worker:
                 self.control.refresh()
             if self.params["state"] == "reloaded":
                 self.control.take_notice()
+        if self.params["state"] == "rejoined":
+            self.result["changed"] = bool(self.control.stopped_along() if self.module.check_mode else self.control.rejoin())
         self.result["changed"] = self.set_enabled() or self.result["changed"]
         after = before if self.module.check_mode else self.look()
         self.result["service"] = self.report(after)

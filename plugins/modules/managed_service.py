@@ -34,8 +34,10 @@ options:
       - V(query) only looks; V(started), V(restarted) and V(stopped) act.
       - V(unclaimed) fails where a systemd unit of that name exists that the collection did not write.
       - V(reloaded) makes the manager take notice of files that were changed or removed; the service must not be running.
+      - V(rejoined) starts the systemd units again that earlier stops of the service took down along with it, as C(PartOf=), C(BindsTo=)
+        and C(Requires=) do.
     type: str
-    choices: [query, unclaimed, started, restarted, stopped, reloaded]
+    choices: [query, unclaimed, started, restarted, stopped, reloaded, rejoined]
     default: query
   manager:
     description: Service manager; V(auto) is systemd where systemd runs the host, supervisor elsewhere.
@@ -157,7 +159,7 @@ def main():
             "name": {"type": "str", "required": True},
             "state": {
                 "type": "str",
-                "choices": ["query", "unclaimed", "started", "restarted", "stopped", "reloaded"],
+                "choices": ["query", "unclaimed", "started", "restarted", "stopped", "reloaded", "rejoined"],
                 "default": "query",
             },
             "manager": {"type": "str", "choices": ["auto", "systemd", "supervisor", "podman", "docker"], "default": "auto"},

@@ -176,7 +176,8 @@ class Host:
         if self.refuses:
             self.refuses -= 1
             raise sr.ReturnError("port 30000 is taken")
-        self.found = service(SERVING) if state in ("started", "restarted") else service(state="stopped")
+        if state != "rejoined":
+            self.found = service(SERVING) if state in ("started", "restarted") else service(state="stopped")
 
     def run(self):
         return rs.run(self.returning.state_dir, "sglang")
@@ -194,11 +195,11 @@ def order_of(tmp_path, call, **more):
 def test_back_to_serving(call, returning, monkeypatch, tmp_path):
     layer = order_of(tmp_path, call)
     host = Host(returning, monkeypatch)
-    assert host.run() == 0 and host.told == ["restarted"]
+    assert host.run() == 0 and host.told == ["restarted", "rejoined"]
     assert returning.journal()["state"] == "returned" and returning.order() is None
     assert not layer.exists() and not os.path.exists(host.record)
     # Once more, and nothing is left to do.
-    assert host.run() == 0 and host.told == ["restarted"]
+    assert host.run() == 0 and host.told == ["restarted", "rejoined"]
 
 
 def test_a_server_that_takes_the_key_no_more_is_not_waited_for(call, returning, monkeypatch, tmp_path):
@@ -243,7 +244,7 @@ def test_a_crash_between_stop_and_start(call, returning, monkeypatch, tmp_path):
         host.run()
     assert returning.journal()["state"] == "returning"
     monkeypatch.setattr(rs, "tell", host.tell)
-    assert host.run() == 0 and host.told == ["started"] and returning.journal()["state"] == "returned"
+    assert host.run() == 0 and host.told == ["started", "rejoined"] and returning.journal()["state"] == "returned"
 
 
 def test_what_the_operator_stopped_is_not_started(call, returning, monkeypatch, tmp_path):

@@ -29,6 +29,17 @@ def test_a_stop_is_not_undone_by_the_units_restart_policy(server):
     server.is_as_before()
 
 
+def test_a_unit_that_stops_along_with_it_is_started_again(server):
+    text = "[Unit]\\nPartOf=operators.service\\n[Service]\\nExecStart=/usr/bin/sleep infinity\\n"
+    server.host.check_output(f"printf '{text}' >/run/systemd/system/beside.service; systemctl daemon-reload; systemctl start beside")
+    server.drive("capture")
+    assert server.host.run("systemctl is-active beside").stdout.strip() == "inactive"
+    server.drive("restored")
+    server.is_as_before()
+    server.host.check_output("systemctl is-active beside")
+    server.host.check_output("systemctl stop beside; rm /run/systemd/system/beside.service; systemctl daemon-reload")
+
+
 def test_the_whole_job_on_a_foreign_unit(server):
     output = server.play("playbooks/extract.yml")
     assert server.recap(output)["failed"] == 0
