@@ -10,6 +10,7 @@ or it was **found**: the operator's own systemd unit (manager ``unit``), a proce
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -152,6 +153,45 @@ def _is_started_by(unit, pid):
 
 def _argv(pid):
     return (hp.process(pid) or {"argv": []})["argv"]
+
+
+def _pipes(pid, *handles):
+    """The pipes behind a process's file descriptors."""
+    links = []
+    for handle in handles:
+        with contextlib.suppress(OSError):
+            links.append(os.readlink("/proc/%d/fd/%d" % (pid, handle)))
+    return {link for link in links if link.startswith("pipe:")}
+
+
+def others_in_unit(located, service):
+    """What a stop of the server's unit would end that is not the server's: a list of {pid, command}; [] where it is no unit's.
+
+    The server's own are what the unit started it through, its descendants, and what a script of the unit needs beside it: its subshells
+    and sleeps, and whoever reads what the server prints.
+    """
+    pid = located["pid"] or service["pid"]
+    if located["manager"] != "unit" or pid is None:
+        return []
+    own = {pid, *hp.ancestors(pid), *hp.family_of(pid), sq.main_pid(located["service"])}
+    # Of an ExecStartPost that goes on.
+    own.update(hp.family_of(service["control"]) if service.get("control") else [])
+    own.discard(None)
+    scripts = [argv for argv in map(_argv, own) if argv and os.path.basename(argv[0]) in SHELLS]
+    left = {one for one in service["processes"] if hp.is_alive(one)} - own
+    while True:
+        printed = set().union(*(_pipes(one, 1, 2) for one in own))
+        helpers = {one for one in left if _argv(one) in scripts or _pipes(one, 0) & printed or _is_idle(one, own)}
+        if not helpers:
+            return [{"pid": one, "command": hp.command_of(one)} for one in sorted(left)]
+        own |= helpers
+        left -= helpers
+
+
+def _is_idle(pid, own):
+    """Whether a process is the sleep of a script, or what systemd holds a session of PAM with."""
+    name = os.path.basename((_argv(pid) or [""])[0])
+    return name in ("sleep", "(sd-pam)") and hp.parent(pid) in own
 
 
 def _owner(pid):

@@ -92,6 +92,12 @@ class Worker:
             )
         self.prove_gpus_free(lambda: gpus.left_on(used, strangers), "stopped, but its GPUs are still used")
 
+    def orphans(self, own=()):
+        """Workers of a server that is gone, on the service's GPUs."""
+        visible = self.params["visible_gpus"]
+        wanted = gpus.gpus_of({"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {})
+        return [one for one in gpus.orphans_on(wanted) if one["pid"] not in own]
+
     def prove_gpus_free(self, ask, message):
         """The driver lets go of a process a moment after its end."""
         deadline = time.monotonic() + REAP_SECONDS
@@ -107,9 +113,7 @@ class Worker:
         holders = self.holders()
         if holders:
             self.fail_listing("port %d is taken" % self.params["port"], holders, "Stop that process or give the service another port")
-        visible = self.params["visible_gpus"]
-        own_gpus = gpus.gpus_of({"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {})
-        self.prove_gpus_free(lambda: gpus.orphans_on(own_gpus), "not started, as workers of an earlier server hold its GPUs")
+        self.prove_gpus_free(self.orphans, "not started, as workers of an earlier server hold its GPUs")
         try:
             self.control.start()
         except sq.ServiceError as error:
@@ -183,6 +187,13 @@ class Worker:
                     "port %d is taken%s" % (self.params["port"], waited),
                     strangers,
                     "Stop that process or give the service another port",
+                )
+        if action == "restart":
+            orphans = self.orphans(own=before["processes"])
+            if orphans:
+                self.result.update(changed=False, action="none")
+                self.fail_listing(
+                    "not restarted, as workers of an earlier server hold its GPUs", orphans, "End these processes, then run again"
                 )
         if self.params["state"] == "stopped" and action == "none" and self.holders():
             self.fail_listing(

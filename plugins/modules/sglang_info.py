@@ -66,6 +66,10 @@ options:
     description: API key of the server.
     type: str
     default: ''
+  visible_gpus:
+    description: Value of C(CUDA_VISIBLE_DEVICES) of a service made from the inventory; empty for all GPUs. That of a found server is read from it.
+    type: str
+    default: ''
   arguments:
     description: Arguments of the operator's, for a service made from the inventory; those of a found server are read from it.
     type: list
@@ -208,6 +212,20 @@ port_holders:
   returned: always
   type: list
   elements: dict
+visible_gpus:
+  description: Value of C(CUDA_VISIBLE_DEVICES) with which the server runs, or ran. Empty for all GPUs.
+  returned: always
+  type: str
+gpu_orphans:
+  description: Workers on the server's GPUs (V(pid), V(gpu), V(command)) whose own server is gone. Not looked for while the server captures.
+  returned: always
+  type: list
+  elements: dict
+unit_others:
+  description: Processes (V(pid), V(command)) that a stop of the operator's unit would end beside the server. Not looked for while the server captures.
+  returned: always
+  type: list
+  elements: dict
 """
 
 import os
@@ -258,6 +276,22 @@ def is_patched(path):
         return False
 
 
+def visible_gpus(params, service, is_found):
+    """CUDA_VISIBLE_DEVICES of the server, as its process has it where that is known; "" for all GPUs."""
+    if not is_found:
+        return params["visible_gpus"]
+    environment = service["environment"]
+    if environment is None:
+        environment = (pr.read(found.record_path(params["state_dir"], params["name"])) or {}).get("environment") or {}
+    return environment.get("CUDA_VISIBLE_DEVICES", "")
+
+
+def gpu_orphans(visible, service):
+    """Workers of a server that is gone on the GPUs that the server is to have."""
+    wanted = gpus.gpus_of({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+    return [one for one in gpus.orphans_on(wanted) if one["pid"] not in service["processes"]]
+
+
 def gather(params):
     """Everything this module returns."""
     located = found.locate(params)
@@ -295,6 +329,9 @@ def gather(params):
         "port_holders": strangers,
         "returns": server_return.line(server_return.Return(params["state_dir"], params["name"]), capturing, time.time()),
     }
+    result["visible_gpus"] = visible_gpus(params, service, is_found)
+    result["gpu_orphans"] = [] if capturing else gpu_orphans(result["visible_gpus"], service)
+    result["unit_others"] = [] if capturing else found.others_in_unit(located, service)
     result["patched"] = is_patched(result["model_file"])
     if not is_found:
         result["capture_keeps"] = sf.without_taken(params["arguments"])[0]
@@ -326,6 +363,7 @@ def main():
             "state_dir": {"type": "path", "default": sq.DEFAULT_STATE_DIR},
             "user": {"type": "str", "default": "root"},
             "api_key": {"type": "str", "default": "", "no_log": True},
+            "visible_gpus": {"type": "str", "default": ""},
             "arguments": {"type": "list", "elements": "str", "default": []},
             "extra_arguments": {"type": "list", "elements": "str", "default": []},
         },
