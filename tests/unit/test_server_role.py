@@ -72,6 +72,36 @@ def test_a_server_is_taken_for_what_it_does(play):
     assert status == 0, said
 
 
+def test_a_server_that_was_started_since_a_run_left_its_record_is_recorded_anew(play):
+    serving, capturing = {"state": "running", "pid": 7, "mode": "serving"}, {"state": "running", "pid": 7, "mode": "capture"}
+    # Its manager starts a capture that died.
+    starting, stopped = {"state": "starting", "pid": None, "mode": "unknown"}, {"state": "stopped", "pid": None, "mode": "unknown"}
+    rows = [
+        ("capture", None, serving, True),
+        ("capture", None, capturing, False),
+        ("capture", None, stopped, True),
+        ("stopped", None, stopped, False),
+        ("serving", None, stopped, False),
+        ("capture", "stopped", serving, True),
+        ("capture", "absent", serving, True),
+        ("capture", "serving", serving, False),
+        ("capture", "stopped", capturing, False),
+        ("capture", "stopped", starting, False),
+        ("capture", "absent", stopped, False),
+        ("stopped", "absent", serving, False),
+        ("restored", "stopped", serving, False),
+    ]
+    looks = [{"asked": state, "before": before, "service": service, "records": records} for state, before, service, records in rows]
+    asked = {
+        "ansible.builtin.assert": {"that": "__sglang_server_to_record == sglang_server_info.records"},
+        "loop": looks,
+        "loop_control": {"loop_var": "sglang_server_info"},
+        "vars": {"sglang_server_state": "{{ sglang_server_info.asked }}"},
+    }
+    status, said = play(asked)
+    assert status == 0, said
+
+
 @pytest.mark.parametrize("found", [True, False])
 def test_a_key_that_has_to_be_handed_over_needs_a_release_that_takes_it_by_file(play, found):
     seen = {"found": found, "manager": "unit" if found else "systemd", "before": None, "config_file": False, "release": "0.5.2"}
