@@ -14,7 +14,7 @@ import os
 import re
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
-from ansible_collections.hidden_state.bridge.plugins.module_utils.host_command import ServiceError, run
+from ansible_collections.hidden_state.bridge.plugins.module_utils.host_command import NoCommand, ServiceError, run
 from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import server_below
 
 ENGINES = ("podman", "docker")
@@ -47,7 +47,7 @@ def inspect(engine, reference):
     """What an engine knows of a container; None for no such container, and where there is no such engine."""
     try:
         code, out, err = run([engine, "container", "inspect", reference])
-    except ServiceError:
+    except NoCommand:
         return None
     if code == 0:
         return json.loads(out)[0]

@@ -15,10 +15,16 @@ class ServiceError(Exception):
     """A service manager or container engine cannot be asked, or did not do what it was told."""
 
 
+class NoCommand(ServiceError):
+    """This host has no such program."""
+
+
 def run(argv, timeout=60, environment=None):
-    """(return code, standard output, standard error) of a short command; ServiceError where it cannot run."""
+    """(return code, standard output, standard error) of a short command; ServiceError where it cannot run, NoCommand where it is not there."""
     try:
         done = subprocess.run(argv, capture_output=True, timeout=timeout, check=False, env=environment)
+    except FileNotFoundError as error:
+        raise NoCommand("%s: %s" % (" ".join(argv[:4]), error)) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ServiceError("%s: %s" % (" ".join(argv[:4]), error)) from error
     return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")

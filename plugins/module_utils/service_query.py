@@ -17,7 +17,7 @@ import xmlrpc.client
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import container_query as cq
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
-from ansible_collections.hidden_state.bridge.plugins.module_utils.host_command import ServiceError, run
+from ansible_collections.hidden_state.bridge.plugins.module_utils.host_command import NoCommand, ServiceError, run
 
 TAG_VARIABLE = "HIDDEN_STATE_BRIDGE_SERVICE"
 """Environment variable in which a unit hands its process the hash of what the unit says."""
@@ -61,21 +61,24 @@ def unit_name(name):
 
 
 def unit_file(name):
-    """The file of a unit as systemd knows it; "" for no such unit."""
-    try:
-        code, out, _err = run(["systemctl", "show", unit_name(name), "--property=FragmentPath", "--value"])
-    except ServiceError:
-        return ""
-    return out.strip() if code == 0 else ""
+    """The file of a unit as systemd knows it; "" for no such unit. Raises ServiceError where systemd does not say."""
+    return _shown(name, "FragmentPath")
 
 
 def main_pid(name):
-    """The main process of a unit; None for none, and where systemd does not say."""
+    """The main process of a unit; None for none. Raises ServiceError where systemd does not say."""
+    return int(_shown(name, "MainPID") or 0) or None
+
+
+def _shown(name, key):
+    argv = ["systemctl", "show", unit_name(name), "--property=" + key, "--value"]
     try:
-        code, out, _err = run(["systemctl", "show", unit_name(name), "--property=MainPID", "--value"])
-    except ServiceError:
-        return None
-    return int(out) or None if code == 0 and out.strip().isdigit() else None
+        code, out, err = run(argv)
+    except NoCommand:
+        return ""
+    if code != 0:
+        raise ServiceError("%s: %s" % (" ".join(argv), err.strip() or out.strip()))
+    return out.strip()
 
 
 def unit_is_ours(name):
@@ -119,7 +122,7 @@ def _query_systemd(name):
     )
     try:
         code, out, err = run(["systemctl", "show", unit_name(name), "--property=" + wanted])
-    except ServiceError:
+    except NoCommand:
         return {"state": "absent", "pid": None, "detail": "no systemctl on this host"}
     if code != 0:
         raise ServiceError("systemctl show %s: %s" % (unit_name(name), err.strip() or out.strip()))

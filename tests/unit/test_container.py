@@ -148,6 +148,14 @@ def test_a_container_that_a_stop_would_remove():
         cq.refuse("docker", dict(DOCKER, HostConfig=dict(DOCKER["HostConfig"], AutoRemove=True)))
 
 
+def test_an_engine_that_does_not_answer_is_not_one_without_the_container(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cq.inspect("podman", "sglang") is None
+    (tmp_path / "podman").write_text("not to be run")
+    with pytest.raises(service_query.ServiceError, match="Permission denied"):
+        cq.inspect("podman", "sglang")
+
+
 # -- which container a process is in ----------------------------------------------------------------------
 
 

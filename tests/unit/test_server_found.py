@@ -72,6 +72,11 @@ def groups(monkeypatch, *paths):
     monkeypatch.setattr(hp, "cgroups", lambda pid: list(paths) if pid != 1 else ["/init.scope"])
 
 
+def no_more_of_the_unit(monkeypatch):
+    """A systemd that answers and knows nothing but the unit's name."""
+    monkeypatch.setattr(found.sq, "run", lambda _argv, **_more: (0, "", ""))
+
+
 def record(tmp_path, **content):
     path = Path(found.record_path(str(tmp_path / "state"), "sglang"))
     path.parent.mkdir(parents=True)
@@ -80,6 +85,7 @@ def record(tmp_path, **content):
 
 def test_a_server_in_a_unit_of_the_operators(stand_in, monkeypatch, tmp_path):
     groups(monkeypatch, "/system.slice/operators.service")
+    no_more_of_the_unit(monkeypatch)
     located = found.locate(params(tmp_path, stand_in[0]))
     assert (located["manager"], located["service"], located["recorded"]) == ("unit", "operators", False)
 
@@ -154,6 +160,7 @@ def test_what_is_said_counts(stand_in, monkeypatch, tmp_path):
     assert found.locate(params(tmp_path, stand_in[0], manager="supervisor"))["manager"] == "supervisor"
     assert found.locate(params(tmp_path, stand_in[0], manager="unit", name="other"))["service"] == "other"
     groups(monkeypatch, "/system.slice/operators.service")
+    no_more_of_the_unit(monkeypatch)
     located = found.locate(params(tmp_path, stand_in[0], manager="unit", name="other"))
     assert (located["service"], located["pid"]) == ("operators", server_on(stand_in[0]))
 
@@ -199,7 +206,8 @@ def test_a_worker_that_ends_while_it_is_told_to_ends_no_stop(monkeypatch, child)
         gone = (short.pid, 1)
     # Of the wait and of what is told to those that it leaves.
     looks = [[gone], [gone], [hp.identity(child.pid)]]
-    monkeypatch.setattr(hp, "living", lambda _members: looks.pop() if looks else [])
+    # Its end takes a moment.
+    monkeypatch.setattr(hp, "living", lambda _members: looks.pop() if looks else child.wait() and [])
     assert found_server.stop({"stop_timeout": -1, "revive_seconds": 1, "port": 0, "host": ""}, child.pid, False) == ""
     assert looks == []
 

@@ -198,6 +198,23 @@ def test_systemd_does_not_answer(monkeypatch):
         sq.query("systemd", "sglang")
 
 
+def test_a_systemd_that_cannot_be_asked_is_not_one_without_the_unit(monkeypatch, tmp_path):
+    """Or a unit of the operator's would be hidden, and a server that runs taken for none."""
+    systemctl(monkeypatch, "", code=1)
+    for ask in (sq.unit_file, sq.main_pid, sq.refuse_foreign_unit):
+        with pytest.raises(sq.ServiceError, match="no bus"):
+            ask("sglang")
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sq.unit_file("sglang") == "" and sq.main_pid("sglang") is None and sq.query("systemd", "sglang")["state"] == "absent"
+    # There and not to be run, as where no process can be made.
+    (tmp_path / "systemctl").write_text("#!/nowhere")
+    (tmp_path / "systemctl").chmod(0o644)
+    for ask in (sq.unit_file, sq.main_pid, lambda name: sq.query("systemd", name)):
+        with pytest.raises(sq.ServiceError, match="Permission denied"):
+            ask("sglang")
+
+
 # -- supervisor, by its protocol -----------------------------------------------------------------------
 
 
