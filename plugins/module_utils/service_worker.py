@@ -175,6 +175,7 @@ class Worker:
         if self.manager == "systemd" and (acts or self.params["state"] == "unclaimed"):
             sq.refuse_foreign_unit(self.params["name"])
         before = self.look()
+        self.result["service"] = self.report(before)
         action = self.result["action"] = self.decide(before)
         self.result["changed"] = action != "none"
         if action in ("start", "restart"):

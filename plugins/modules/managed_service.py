@@ -188,7 +188,7 @@ def main():
         module.fail_json(msg=str(error))
     try:
         worker.run()
-    except (sq.ServiceError, pr.RecordError) as error:
+    except (sq.ServiceError, pr.RecordError, OSError) as error:
         # With what was begun, so that a caller knows what to take back.
         module.fail_json(msg="%s: %s" % (module.params["name"], error), **worker.result)
 

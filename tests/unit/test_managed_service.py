@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 
 import pytest
+from ansible.module_utils.testing import patch_module_args
 
 from ansible_collections.hidden_state.bridge.plugins.module_utils import host_processes as hp
 from ansible_collections.hidden_state.bridge.plugins.module_utils import service_control, service_worker
+from ansible_collections.hidden_state.bridge.plugins.modules import managed_service
 
 
 class Outcome(Exception):
@@ -171,6 +174,21 @@ def test_a_worker_that_ends_while_it_is_told_to_ends_no_stop(monkeypatch, tmp_pa
     params = {"name": "sglang", "state_dir": str(tmp_path), "stop_timeout": 1, "supervisord": []}
     service_control.of("supervisor", params).stop([gone])
     assert looks == []
+
+
+def test_what_was_begun_is_told_whatever_ends_it(monkeypatch, capsys, tmp_path):
+    """Or a capture server that its manager starts again and again would not be stopped."""
+
+    def start(_self):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(service_control.Supervisor, "start", start)
+    arguments = {"name": "sglang", "state": "started", "manager": "supervisor", "state_dir": str(tmp_path)}
+    with patch_module_args(arguments), pytest.raises(SystemExit):
+        managed_service.main()
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["msg"] == "sglang: [Errno 12] Cannot allocate memory"
+    assert said["failed"] and said["action"] == "start" and said["service"]["name"] == "sglang"
 
 
 # -- GPUs ---------------------------------------------------------------------------------------------
