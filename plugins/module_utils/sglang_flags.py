@@ -20,6 +20,7 @@ else:
 _GRAPH = "a replayed prefill graph does not run the Python loop"
 _FUSION = "with the fusion the loop holds one rank's partial sum for batches up to 2,048 tokens"
 _SHARD = "a rank holds a shard"
+_RADIX = "SGLang refuses it beside --disable-radix-cache"
 
 # (arguments, first release, last release, why); None is an open end. A flag that a release does not know ends
 # its start, so each row names exactly the releases whose argument parsers have the flag and need it.
@@ -50,7 +51,10 @@ TAKEN_AWAY = (
     ("--cuda-graph-backend-prefill", True, _GRAPH),
     ("--enable-flashinfer-allreduce-fusion", False, _FUSION),
     ("--enable-aiter-allreduce-fusion", False, _FUSION),
-    ("--enable-hierarchical-cache", False, "SGLang refuses it beside --disable-radix-cache"),
+    ("--enable-hierarchical-cache", False, _RADIX),
+    ("--enable-lmcache", False, _RADIX),
+    ("--enable-unified-cache-external-linker", False, _RADIX),
+    ("--enable-linker-mla-dedup", False, "SGLang refuses it without --enable-unified-cache-external-linker"),
     ("--chunked-prefill-size", True, "one forward a record, so one dump file"),
 )
 

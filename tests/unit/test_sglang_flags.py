@@ -225,6 +225,12 @@ def test_the_value_of_a_flag_that_is_not_written_out():
         ),
         (["--chunked", "4096", "--enable-mixed", "--tp=8"], ["--tp=8"], [["--chunked", "4096"], ["--enable-mixed"]]),
         (["--enable-aiter-allreduce-fusion", "--tp=8"], ["--tp=8"], [["--enable-aiter-allreduce-fusion"]]),
+        (
+            ["--enable-lmcache", "--enable-unified-cache-external-linker", "--enable-linker-mla-dedup", "--tp", "8"],
+            ["--tp", "8"],
+            [["--enable-lmcache"], ["--enable-unified-cache-external-linker"], ["--enable-linker-mla-dedup"]],
+        ),
+        (["--unified-cache-external-linker-backend", "mooncake"], ["--unified-cache-external-linker-backend", "mooncake"], []),
         (["serve", "--enable-two-batch-overlap", "/model"], ["serve", "/model"], [["--enable-two-batch-overlap"]]),
     ],
 )
