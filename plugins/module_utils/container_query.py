@@ -156,23 +156,34 @@ def _ports(bindings):
     return words
 
 
+def _tmpfs_options(facts, mount):
+    """The options of a ``--mount type=tmpfs``, as ``--tmpfs`` takes them."""
+    asked = [one for one in (facts.get("HostConfig") or {}).get("Mounts") or [] if one.get("Target") == mount["Destination"]]
+    given = (asked[0].get("TmpfsOptions") or {}) if asked else {}
+    words = ["size=%d" % given["SizeBytes"]] if given.get("SizeBytes") else []
+    words += ["mode=%o" % given["Mode"]] if given.get("Mode") else []
+    words += [] if mount.get("RW", True) else ["ro"]
+    return ":" + ",".join(words) if words else ""
+
+
 def _mounts(facts):
-    words = []
+    words, tmpfs = [], (facts.get("HostConfig") or {}).get("Tmpfs") or {}
     for mount in facts.get("Mounts") or []:
+        if mount.get("Type") == "tmpfs":
+            words += [] if mount["Destination"] in tmpfs else ["--tmpfs", mount["Destination"] + _tmpfs_options(facts, mount)]
+            continue
         source = mount.get("Name") if mount.get("Type") == "volume" else mount.get("Source")
         words += ["--volume", "%s:%s%s" % (source, mount["Destination"], "" if mount.get("RW", True) else ":ro")]
-    return words + [
-        word
-        for path, options in sorted(((facts.get("HostConfig") or {}).get("Tmpfs") or {}).items())
-        for word in ("--tmpfs", path + (":" + options if options else ""))
-    ]
+    return words + [word for path, options in sorted(tmpfs.items()) for word in ("--tmpfs", path + (":" + options if options else ""))]
 
 
 def _devices(facts):
     """GPUs and other devices. podman keeps devices of CDI only in the command that made the container."""
     words, host = [], facts.get("HostConfig") or {}
     for request in host.get("DeviceRequests") or []:
-        if request.get("DeviceIDs"):
+        if request.get("Driver") == "cdi":
+            words += _pairs("--device", request.get("DeviceIDs"))
+        elif request.get("DeviceIDs"):
             words += ["--gpus", '"device=%s"' % ",".join(request["DeviceIDs"])]
         elif any("gpu" in group for group in request.get("Capabilities") or []):
             words += ["--gpus", "all" if request.get("Count", -1) < 0 else str(request["Count"])]
@@ -262,11 +273,11 @@ def environment_text(environment):
 
 
 def outside_path(facts, path):
-    """Where a path of a container lies on the host, by its mounts; None where it is in the image."""
+    """Where a path of a container lies on the host, by its mounts; None where it is in the image, or in memory."""
     for mount in sorted(facts.get("Mounts") or [], key=lambda mount: -len(mount["Destination"])):
         inside = mount["Destination"].rstrip("/")
         if path == inside or path.startswith(inside + "/"):
-            return mount["Source"] + path[len(inside) :]
+            return None if mount.get("Type") == "tmpfs" else mount["Source"] + path[len(inside) :]
     return None
 
 

@@ -94,6 +94,26 @@ def test_chosen_gpus():
     assert words[words.index("--gpus") + 1] == '"device=0,3"'
 
 
+def test_devices_of_cdi_are_no_gpus_of_docker():
+    request = {"Driver": "cdi", "Count": 0, "DeviceIDs": ["nvidia.com/gpu=0", "nvidia.com/gpu=1"], "Capabilities": None, "Options": None}
+    facts = dict(DOCKER, HostConfig=dict(DOCKER["HostConfig"], DeviceRequests=[request]))
+    words = cq.capture_command("docker", facts, ARGV, "/e", [])
+    at = words.index("--device")
+    assert words[at : at + 4] == ["--device", "nvidia.com/gpu=0", "--device", "nvidia.com/gpu=1"] and "--gpus" not in words
+
+
+def test_a_mount_in_memory_is_none_of_the_hosts():
+    """As docker shows one that was asked for with --mount."""
+    mounts = [{"Type": "tmpfs", "Source": "", "Destination": path, "Mode": "", "RW": path != "/c"} for path in ("/a", "/b", "/c", "/d")]
+    options = [{"Type": "tmpfs", "Target": "/a", "TmpfsOptions": {"SizeBytes": 1024, "Mode": 0o1777}}, {"Type": "tmpfs", "Target": "/b"}]
+    facts = dict(DOCKER, Mounts=mounts, HostConfig=dict(DOCKER["HostConfig"], Mounts=options, Tmpfs={"/d": "size=1g"}))
+    words = cq.capture_command("docker", facts, ARGV, "/e", [])
+    at = words.index("--tmpfs")
+    assert words[at : at + 8 : 2] == ["--tmpfs"] * 4
+    assert words[at + 1 : at + 8 : 2] == ["/a:size=1024,mode=1777", "/b", "/c:ro", "/d:size=1g"]
+    assert "--volume" not in words and cq.outside_path(facts, "/a/model") is None
+
+
 def test_a_container_of_podman():
     words = cq.capture_command("podman", PODMAN, ARGV, "/run/x.env", [])
     assert words == [
