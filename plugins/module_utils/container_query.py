@@ -19,6 +19,11 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process
 
 ENGINES = ("podman", "docker")
 
+
+class NoRight(ServiceError):
+    """The connecting user may not ask the engine."""
+
+
 _ID = re.compile(r"(?:^|/)(?:libpod|docker)[-/]([0-9a-f]{64})(?:\.scope)?(?:/container)?$")
 _STATES = {
     "running": "running",
@@ -44,7 +49,10 @@ def capture_name(name):
 
 
 def inspect(engine, reference):
-    """What an engine knows of a container; None for no such container, and where there is no such engine."""
+    """What an engine knows of a container; None for no such container, and where there is no such engine.
+
+    Raises ServiceError where it does not answer, NoRight where it does not answer this user.
+    """
     try:
         code, out, err = run([engine, "container", "inspect", reference])
     except NoCommand:
@@ -56,7 +64,8 @@ def inspect(engine, reference):
     # docker as a client without a daemon.
     if "cannot connect" in err.lower() or "connection refused" in err.lower():
         return None
-    raise ServiceError("%s container inspect %s: %s" % (engine, reference, err.strip()[-300:]))
+    kind = NoRight if "permission denied" in err.lower() else ServiceError
+    raise kind("%s container inspect %s: %s" % (engine, reference, err.strip()[-300:]))
 
 
 def container_of(pid):

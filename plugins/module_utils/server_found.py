@@ -127,8 +127,10 @@ def _locate_by_facts(params, recorded):
     if _default() == "systemd" and sq.unit_is_ours(name) is False:
         return {"manager": "unit", "service": name, "pid": None, "recorded": False}
     for engine in cq.ENGINES:
-        if cq.inspect(engine, name):
-            return {"manager": engine, "service": name, "pid": None, "recorded": False}
+        # Nothing speaks for a container, so a client that is only installed stands in nobody's way.
+        with contextlib.suppress(cq.NoRight):
+            if cq.inspect(engine, name):
+                return {"manager": engine, "service": name, "pid": None, "recorded": False}
     return {"manager": _default(), "service": name, "pid": None, "recorded": False}
 
 

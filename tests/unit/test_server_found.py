@@ -217,6 +217,15 @@ def test_nothing_is_there(tmp_path):
     assert located["manager"] in found.OURS and located["pid"] is None
 
 
+def test_an_engine_that_may_not_be_asked_stands_in_the_way_of_its_containers_alone(monkeypatch, tmp_path):
+    said = "permission denied while trying to connect to the Docker daemon socket at unix:///var/run/docker.sock"
+    monkeypatch.setattr(found.cq, "run", lambda argv, **_more: (1, "", said if argv[0] == "docker" else "no such container"))
+    located = found.locate(params(tmp_path, 1))
+    assert located["manager"] in found.OURS
+    with pytest.raises(found.sq.ServiceError, match="permission denied"):
+        found.service_of({"manager": "docker", "service": "sglang"}, params(tmp_path, 1))
+
+
 # -- layers -------------------------------------------------------------------------------------------
 
 RECORD = {
