@@ -48,6 +48,11 @@ def captures(environment):
 def make_record(located, service):
     """What a found server is started with, as it runs or, where it does not run, as its manager says."""
     manager = located["manager"]
+    if service["pid"] is not None and not is_up(service):
+        raise pr.RecordError(
+            "%s runs, but has not started the SGLang server yet (process %d: %s): wait until the server is ready, then run again"
+            % (located["service"] or "process", service["pid"], hp.command_of(service["pid"]))
+        )
     if service["pid"] is not None:
         record = pr.record(service["pid"], inside=manager in cq.ENGINES)
         if manager == "unit":
@@ -91,13 +96,18 @@ def _ids(user, group, unknown):
         return unknown
 
 
+def _bus_label(unit):
+    """The name of a unit as the bus has it, which begins with no digit."""
+    return "".join(one if one.isalpha() or (one.isdigit() and place) else "_%02x" % ord(one) for place, one in enumerate(unit))
+
+
 def _commands(name):
     """Program and words of each command in a unit's ExecStart; systemctl shows them without saying where a word ends, so the bus is asked.
 
     Raises RecordError where it does not answer.
     """
     unit = sq.unit_name(name)
-    path = "/org/freedesktop/systemd1/unit/" + "".join(one if one.isalnum() else "_%02x" % ord(one) for one in unit)
+    path = "/org/freedesktop/systemd1/unit/" + _bus_label(unit)
     # systemd answers for a unit that it has loaded.
     sq.run(["systemctl", "show", unit, "--property=LoadState"])
     argv = ["busctl", "get-property", "--json=short", "org.freedesktop.systemd1", path, "org.freedesktop.systemd1.Service", "ExecStart"]
@@ -134,6 +144,11 @@ def _container_as_made(engine, name):
         )
     environment = dict(pair.split("=", 1) for pair in config.get("Env") or [] if "=" in pair)
     return {"argv": words, "executable": words[0], "environment": environment, "user": {}}
+
+
+def is_up(service):
+    """Whether the server itself runs, and not only a script that is about to start it."""
+    return service["pid"] is not None and is_server(service["argv"])
 
 
 def python_of(record):
@@ -186,6 +201,8 @@ def unit_layer(record, argv, environment, tag):
         "# capture: written by hidden_state.bridge on top of the unit; gone after a reboot.",
         "[Service]",
         "Type=exec",
+        # Of a Type=oneshot: a capture that has ended would count as running.
+        "RemainAfterExit=no",
         "PIDFile=",
         "WatchdogSec=0",
         # As a unit of ours: a wrong argument ends the wait at once, and is the last thing in the log.

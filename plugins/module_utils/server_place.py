@@ -38,11 +38,9 @@ def found_place(located, service, params):
     """The same of a found server, from its process in serving mode or from its record."""
     record = pr.read(found.record_path(params["state_dir"], params["name"]))
     capturing = layer.captures(service["environment"])
-    if service["pid"] is not None and not capturing:
-        record = layer.make_record(located, service)
-    elif record is None:
-        if capturing:
-            raise sq.ServiceError("the server captures, and nothing is recorded of how it served. Start it as you do, then run again")
+    if capturing and record is None:
+        raise sq.ServiceError("the server captures, and nothing is recorded of how it served. Start it as you do, then run again")
+    if not capturing and (record is None or layer.is_up(service)):
         record = layer.make_record(located, service)
     model = params["model"] or layer.model_of(record)
     if located["manager"] in cq.ENGINES:

@@ -134,7 +134,9 @@ def record(params, located, check_mode):
     path = found.record_path(params["state_dir"], params["name"])
     known = pr.read(path)
     capturing = layer.captures(service["environment"])
-    if capturing or (known and service["pid"] is None):
+    # A script of its unit may not have started it yet, which a way back does not wait for.
+    loading = params["state"] == "serving" and not layer.is_up(service)
+    if capturing or (known and (service["pid"] is None or loading)):
         return layer.read_record(params["state_dir"], params["name"]), False
     made = layer.make_record(located, service)
     if located["manager"] in cq.ENGINES:

@@ -18,6 +18,7 @@ from ansible_collections.hidden_state.bridge.plugins.module_utils import host_pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils import process_record as pr
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_found as found
 from ansible_collections.hidden_state.bridge.plugins.module_utils import server_layer as layer
+from ansible_collections.hidden_state.bridge.plugins.module_utils import server_place
 from ansible_collections.hidden_state.bridge.plugins.module_utils.server_process import is_server, server_on
 from ansible_collections.hidden_state.bridge.plugins.modules import found_server
 
@@ -259,6 +260,7 @@ def test_the_layer_of_a_unit():
     assert {
         "[Service]",
         "Type=exec",
+        "RemainAfterExit=no",
         "Restart=on-failure",
         "RestartPreventExitStatus=2",
         "UnsetEnvironment=GONE",
@@ -307,9 +309,9 @@ def test_what_a_script_did_before_it_started_the_server_holds_in_capture_too():
 def test_a_user_that_a_script_changed_to_is_told_from_the_units_own(monkeypatch, user, group, dynamic, switched):
     text = "MainPID=0\nUser=%s\nGroup=%s\nDynamicUser=%s\n" % (user, group, dynamic)
     monkeypatch.setattr(layer.sq, "run", lambda argv, **_more: (1, "", "") if argv[0] == "busctl" else (0, text, ""))
-    process = {"argv": ["python3"], "environment": {}, "user": {"uid": 0, "gid": 0, "groups": []}}
+    process = {"argv": RECORD["argv"], "environment": {}, "user": {"uid": 0, "gid": 0, "groups": []}}
     monkeypatch.setattr(pr, "record", lambda *_args, **_more: process)
-    assert layer.make_record({"manager": "unit", "service": "x"}, {"pid": 1})["switched"] is switched
+    assert layer.make_record({"manager": "unit", "service": "x"}, {"pid": 1, "argv": RECORD["argv"]})["switched"] is switched
 
 
 @pytest.mark.parametrize("start, plain", [(RECORD["argv"], True), (["/opt/serve.sh"], False)])
@@ -317,7 +319,7 @@ def test_a_unit_that_starts_the_server_itself_keeps_its_own_settings(monkeypatch
     commands = json.dumps({"data": [[start[0], start, False, 0, 0, 0, 0, 0, 0, 0]]})
     monkeypatch.setattr(layer.sq, "run", lambda argv, **_more: (0, commands if argv[0] == "busctl" else "", ""))
     monkeypatch.setattr(pr, "record", lambda *_args, **_more: dict(RECORD))
-    record = layer.make_record({"manager": "unit", "service": "operators"}, {"pid": 1})
+    record = layer.make_record({"manager": "unit", "service": "operators"}, {"pid": 1, "argv": RECORD["argv"]})
     text = layer.unit_layer(record, RECORD["argv"], {}, "tag")[layer.unit_files("operators")[0]]
     assert ("WorkingDirectory" not in text and "LimitNOFILE" not in text) is plain
 
@@ -350,6 +352,27 @@ def test_a_unit_that_does_not_run_is_asked_of_the_bus(monkeypatch):
     words[:] = ["/usr/local/bin/start"]
     with pytest.raises(pr.RecordError, match="start it, then run again"):
         layer.make_record({"manager": "unit", "service": "x"}, {"pid": None})
+
+
+@pytest.mark.parametrize("unit, label", [("1sglang.service", "_31sglang_2eservice"), ("a1-b@2.service", "a1_2db_402_2eservice")])
+def test_the_name_of_a_unit_on_the_bus(unit, label):
+    assert layer._bus_label(unit) == label
+
+
+def test_a_script_that_has_not_started_the_server_yet_is_not_recorded_for_it(monkeypatch, tmp_path, child):
+    located, argv = {"manager": "unit", "service": "operators", "pid": None}, ["/bin/sh", "/opt/serve.sh"]
+    service = {"pid": child.pid, "argv": argv, "environment": {}}
+    with pytest.raises(pr.RecordError, match="operators runs, but has not started the SGLang server yet .process %d" % child.pid):
+        layer.make_record(located, service)
+    # A way back goes by what is recorded.
+    record(tmp_path, **RECORD)
+    monkeypatch.setattr(found, "service_of", lambda *_args: service)
+    asked = {"name": "sglang", "state_dir": str(tmp_path / "state"), "model": None, "python": None}
+    assert found_server.record(dict(asked, state="serving"), located, False) == (RECORD, False)
+    with pytest.raises(pr.RecordError, match="has not started the SGLang server yet"):
+        found_server.record(dict(asked, state="capture"), located, False)
+    monkeypatch.setattr(server_place.sr, "installation", lambda *_args: {"release": "0.5.20"})
+    assert server_place.found_place(located, service, asked)["arguments"] == RECORD["argv"][1:]
 
 
 def test_nothing_runs_and_nothing_is_recorded():
