@@ -12,6 +12,7 @@ All raise ServiceError.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import time
@@ -124,7 +125,7 @@ class Supervisor:
             if any(word in fault.faultString for word in options.get("ignore", ())):
                 return None
             raise sq.ServiceError("supervisord: %s %s: %s" % (method, self.name, fault.faultString)) from fault
-        except OSError as error:
+        except (OSError, http.client.HTTPException, xmlrpc.client.Error) as error:
             raise sq.ServiceError("supervisord: %s %s: %s" % (method, self.name, error)) from error
 
     def _reread(self):

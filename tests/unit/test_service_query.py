@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import socket
@@ -11,6 +12,8 @@ import sys
 import tempfile
 import threading
 import time
+import types
+import xmlrpc.client
 import xmlrpc.server
 from pathlib import Path
 from socketserver import UnixStreamServer
@@ -19,6 +22,8 @@ import pytest
 
 import host_processes as hp
 import service_query as sq
+from ansible_collections.hidden_state.bridge.plugins.module_utils import service_control
+from ansible_collections.hidden_state.bridge.plugins.module_utils import service_query as control_sq
 
 
 def test_a_process_is_seen_as_it_was_started(child):
@@ -286,3 +291,15 @@ def test_supervisor_does_not_know_the_name(supervisord):
 
 def test_no_supervisord(tmp_path):
     assert sq.query("supervisor", "sglang", str(tmp_path))["state"] == "absent"
+
+
+@pytest.mark.parametrize("error", [http.client.RemoteDisconnected("gone"), xmlrpc.client.ProtocolError("/RPC2", 500, "Error", {})])
+def test_a_supervisord_that_breaks_off_is_told(monkeypatch, error):
+    def call(*_arguments):
+        raise error
+
+    proxy = types.SimpleNamespace(supervisor=types.SimpleNamespace(stopProcess=call))
+    monkeypatch.setattr(control_sq, "supervisor", lambda *_args, **_more: proxy)
+    params = {"name": "sglang", "state_dir": "/nowhere", "stop_timeout": 1, "supervisord": []}
+    with pytest.raises(control_sq.ServiceError, match="supervisord: stopProcess sglang: "):
+        service_control.of("supervisor", params).stop([])
