@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -115,6 +116,21 @@ def test_a_record_that_is_none(tmp_path):
         path.write_text(text)
         with pytest.raises(pr.RecordError, match=str(path)):
             pr.read(str(path))
+
+
+def test_a_priority_that_is_not_granted_ends_no_start(monkeypatch, capsys):
+    """As of a server that root had given another one, brought back by its own user."""
+    spec = importlib.util.spec_from_file_location("launch", LAUNCH)
+    launch = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(launch)
+
+    def refuse(*_arguments):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    record = pr.launch_of(pr.record(os.getpid()))
+    launch.become(dict(record, nice=record["nice"] - 5))
+    assert "nice stays %d: [Errno 13] Permission denied" % record["nice"] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", [None, "{}", "[1]"])

@@ -29,7 +29,10 @@ def become(launch):
                 # A manager may grant less than a login did; SGLang says itself what it lacks.
                 print("hidden_state_bridge: %s stays %s: %s" % (name, resource.getrlimit(kind), error), file=sys.stderr)
     if launch["nice"] != os.getpriority(os.PRIO_PROCESS, 0):
-        os.setpriority(os.PRIO_PROCESS, 0, launch["nice"])
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, launch["nice"])
+        except OSError as error:
+            print("hidden_state_bridge: nice stays %d: %s" % (os.getpriority(os.PRIO_PROCESS, 0), error), file=sys.stderr)
     if launch.get("affinity") and set(launch["affinity"]) != os.sched_getaffinity(0):
         try:
             os.sched_setaffinity(0, launch["affinity"])
