@@ -117,7 +117,7 @@ model_path:
   returned: always
   type: str
 patched:
-  description: Whether RV(model_file) holds the patch.
+  description: Whether a model source of the server's SGLang holds the patch; any of them, as RV(runtime_file) is there with it.
   returned: always
   type: bool
 user:
@@ -332,7 +332,7 @@ def gather(params):
     result["visible_gpus"] = visible_gpus(params, service, is_found)
     result["gpu_orphans"] = [] if capturing else gpu_orphans(result["visible_gpus"], service)
     result["unit_others"] = [] if capturing else found.others_in_unit(located, service)
-    result["patched"] = is_patched(result["model_file"])
+    result["patched"] = os.path.exists(result["runtime_file"]) or is_patched(result["model_file"])
     if not is_found:
         result["capture_keeps"] = sf.without_taken(params["arguments"])[0]
     result["user"] = limits.user_of(service["pid"]) if service["pid"] is not None else limits.user_named(params["user"])

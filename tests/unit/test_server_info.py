@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 import hs_patcher
 from ansible_collections.hidden_state.bridge.plugins.modules import sglang_info
 
@@ -28,3 +30,17 @@ def test_any_other_file_of_the_runtime_shows_in_the_one_that_a_process_is_compar
 def test_the_marks_are_those_of_the_patcher() -> None:
     assert os.path.join(hs_patcher.RUNTIME_PACKAGE, hs_patcher.MARKER_FILE) == sglang_info.RUNTIME_MARK
     assert sglang_info.PATCH_MARK == hs_patcher._BEGIN
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2.py", "glm4_moe.py"])
+def test_a_patch_shows_whatever_the_model(model: Path, originals: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model = model.rename(model.with_name(name))
+    place = {"release": "0.5.20", "python": "", "package": "", "models": str(model.parent), "model": "", "arguments": []}
+    monkeypatch.setattr(sglang_info.place_of, "own_place", lambda _params: place)
+    params = {"manager": "supervisor", "name": "sglang", "host": "127.0.0.1", "port": 1, "state_dir": str(tmp_path), "user": "root"}
+    params.update(api_key="", visible_gpus="", arguments=[], extra_arguments=[])
+    assert not sglang_info.gather(params)["patched"]
+    hs_patcher.apply(model, originals=originals)
+    assert sglang_info.gather(params)["patched"]
+    hs_patcher.revert(model, originals=originals)
+    assert not sglang_info.gather(params)["patched"]
