@@ -67,6 +67,10 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "TP rank 0 holds a shard of the tokens",
         "start with --moe-a2a-backend none",
     ),
+    ("enable_deepep_moe", _on, "TP rank 0 holds a shard of the tokens", "drop --enable-deepep-moe"),
+    ("moe_dp_size", _many, "TP rank 0 holds a shard of the tokens", "start with --moe-dp-size 1"),
+    ("attn_dp_size", _many, "TP rank 0 holds its own requests only", "start with --attn-dp-size 1"),
+    ("dwdp_size", _many, "TP rank 0 is not known to hold whole states", "start with --dwdp-size 1"),
     (
         "moe_dense_tp_size",
         lambda value: value == 1,
@@ -103,6 +107,12 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         _on,
         "TP rank 0 holds a shard of the tokens",
         "drop --enable-prefill-context-parallel",
+    ),
+    (
+        "enable_nsa_prefill_context_parallel",
+        _on,
+        "TP rank 0 holds a shard of the tokens",
+        "drop --enable-nsa-prefill-context-parallel",
     ),
     (
         "enable_dsa_prefill_context_parallel",
