@@ -109,6 +109,8 @@ def test_a_server_is_not_stopped_for_a_start_into_what_a_dead_one_left(monkeypat
 
 SEEN = {
     "found": True,
+    "python": "/py",
+    "model_path": "/m",
     "manager": "unit",
     "before": None,
     "contradictions": [],
@@ -135,3 +137,20 @@ def test_both_are_refused_before_anything_stops(play, state, seen, said):  # noq
     assert (status != 0) is bool(said), output
 
     assert re.search(said, " ".join(output.split())), output
+
+
+def test_the_survey_names_both_with_the_remedy(play):  # noqa: F811
+    seen = {
+        **SEEN,
+        "release": "0.5.20",
+        "manager": "supervisor",
+        "unit_others": [{"pid": 7, "command": "node app.js"}],
+        "gpu_orphans": ORPHANS,
+    }
+    what = "sglang_server_problems | map(attribute='what') | join(' ')"
+    remedies = "sglang_server_problems | map(attribute='remedy') | list"
+    checks = [f"'would stop: pid 7: node app.js' in {what}", f"'hold the GPUs: pid {2**22 + 1}: sglang::scheduler;' in {what}"]
+    checks.append(f"{remedies} == ['give the server a unit of its own, or end these', 'end these processes']")
+    tasks = [{"ansible.builtin.include_tasks": "survey.yml"}, {"ansible.builtin.assert": {"that": checks}}]
+    status, output = play(*tasks, seen=seen, ansible_facts={"user_id": "root", "user_uid": 0})
+    assert status == 0, output

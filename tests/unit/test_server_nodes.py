@@ -184,7 +184,15 @@ def test_what_is_to_be_done_while_a_capture_server_loads_is_done_before_it_is_wa
 RIGHT = {
     "sglang_server_state": "capture",
     "sglang_server_capture_environment": {"SGLANG_HS_DUMP_DIR": "/dumps"},
-    "sglang_server_info": {"found": False, "manager": "systemd", "contradictions": [], "before": None, "config_file": True},
+    "sglang_server_info": {
+        "found": False,
+        "manager": "systemd",
+        "contradictions": [],
+        "before": None,
+        "config_file": True,
+        "unit_others": [],
+        "gpu_orphans": [],
+    },
 }
 
 
