@@ -373,7 +373,7 @@ def test_a_container_that_was_stopped_for_its_capture_is_known_after_a_reboot(mo
         lambda _engine, _name, inside, outside: (os.makedirs(os.path.dirname(outside), exist_ok=True), copied.append(inside)),
     )
     located = {"manager": "podman", "service": "sglang", "pid": None}
-    params = {"name": "sglang", "state_dir": str(tmp_path / "state"), "python": None, "model": None}
+    params = {"name": "sglang", "state": "recorded", "state_dir": str(tmp_path / "state"), "python": None, "model": None}
     monkeypatch.setattr(layer, "make_record", lambda *_args: {"argv": ARGV, "manager": "podman", "service": "sglang"})
     serving = {"pid": 7, "environment": {}, "state": "running"}
     stopped = {"pid": None, "environment": None, "state": "stopped"}
