@@ -45,6 +45,6 @@ def test_the_model_of_a_host_is_told_with_its_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr(sglang_info.sq, "query", lambda *_asked: {**service, "argv": [], "processes": []})
     monkeypatch.setattr(sglang_info.probe, "health", lambda *_asked: ("down", ""))
     monkeypatch.setattr(sglang_info.hp, "port_holders", lambda *_asked: [])
-    asked = {"python": "python", "pythonpath": "", "model": str(tmp_path), "host": "127.0.0.1", "port": 1, "manager": "systemd"}
-    asked.update(name="sglang", state_dir=str(tmp_path), user="root", api_key="", arguments=[], extra_arguments=[])
+    asked = {"python": "python", "pythonpath": "", "model": str(tmp_path), "host": "127.0.0.1", "port": 1, "manager": "supervisor"}
+    asked.update(name="sglang", state_dir=str(tmp_path), user="root", api_key="", arguments=[], extra_arguments=[], visible_gpus="")
     assert sglang_info.gather(asked)["model"]["tokenizer"] == hs_tokenizer.file_hashes(str(tmp_path)) != {}
