@@ -26,7 +26,6 @@ TASKS = {
     "ping": {"ansible.builtin.ping": {}},
     "gather": {"hidden_state.bridge.extraction_info": {"output_dir": "{{ output }}"}},
 }
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
@@ -50,7 +49,7 @@ def main() -> int:
         for _round in range(options.rounds):
             for task, measured in found.items():
                 command = ["ansible-playbook", "-i", directory / "inventory.json", directory / f"{task}.json"]
-                measured.append(plan.run(command, str(ROOT / "plugins" / "module_utils"), os.devnull))
+                measured.append(plan.run(command, str(plan.ROOT / "plugins" / "module_utils"), os.devnull))
     seconds = {task: statistics.median(one for one, _peak in measured) for task, measured in found.items()}
     figures = {
         "hosts": options.hosts,

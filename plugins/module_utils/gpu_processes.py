@@ -58,9 +58,9 @@ def left_on(gpus, known=()):
     return [one for one in compute_processes() if (gpus is None or one["gpu"] in gpus) and one["pid"] not in known]
 
 
-def orphans_on(gpus):
-    """Workers of SGLang on these GPUs that nobody has any more."""
-    return [one for one in left_on(gpus) if "sglang" in one["command"] and not _is_had(one["pid"])]
+def orphans_on(gpus, known=()):
+    """Workers of SGLang on these GPUs (None for all) that nobody has any more, apart from the pids in ``known``."""
+    return [one for one in left_on(gpus, known) if "sglang" in one["command"] and not _is_had(one["pid"])]
 
 
 def _is_had(pid):

@@ -95,8 +95,7 @@ class Worker:
     def orphans(self, own=()):
         """Workers of a server that is gone, on the service's GPUs."""
         visible = self.params["visible_gpus"]
-        wanted = gpus.gpus_of({"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {})
-        return [one for one in gpus.orphans_on(wanted) if one["pid"] not in own]
+        return gpus.orphans_on(gpus.gpus_of({"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {}), own)
 
     def prove_gpus_free(self, ask, message):
         """The driver lets go of a process a moment after its end."""

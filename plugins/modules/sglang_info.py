@@ -288,8 +288,7 @@ def visible_gpus(params, service, is_found):
 
 def gpu_orphans(visible, service):
     """Workers of a server that is gone on the GPUs that the server is to have."""
-    wanted = gpus.gpus_of({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
-    return [one for one in gpus.orphans_on(wanted) if one["pid"] not in service["processes"]]
+    return gpus.orphans_on(gpus.gpus_of({"CUDA_VISIBLE_DEVICES": visible} if visible else {}), service["processes"])
 
 
 def gather(params):
