@@ -122,7 +122,8 @@ class Host(Site):
 
     def tell(self, method: str, *arguments: object) -> object:
         """Say something to the service manager; None where the service is in that state already."""
-        proxy = service_query.supervisor(str(self.directory / "state"))
+        # A server that is told to stop ends its requests first, for sglang_server_stop_timeout at most.
+        proxy = service_query.supervisor(str(self.directory / "state"), timeout=180)
         try:
             return getattr(proxy.supervisor, method)(*arguments)
         except xmlrpc.client.Fault as fault:
