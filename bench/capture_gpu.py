@@ -66,7 +66,7 @@ class Bench:
             environment = {**serving.cpu_environment(self.options.ranks), **environment}
         server = serving.Server(command, self.options.logs / f"{name}.log", path=path, environment=environment)
         say(f"{name}: ready after {server.wait():.0f} s")
-        serving.send(server.port, self.records[:40], self.options.concurrency, "warm-")
+        serving.warm(server.port, self.records, self.options.concurrency)
         return server
 
     def round(self, server: serving.Server, stem: str) -> float:

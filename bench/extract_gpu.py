@@ -74,7 +74,7 @@ class Bench:
         environment = {**(serving.cpu_environment() if self.cpu else {}), **environment}
         server = serving.Server([*command, *more], self.options.logs / f"{name}.log", path=path, environment=environment)
         say(f"{name}: ready after {server.wait():.0f} s")
-        serving.send(server.port, self.records[:40], self.options.concurrency, "warm-")
+        serving.warm(server.port, self.records, self.options.concurrency)
         return server
 
     def capturing(self) -> serving.Server:

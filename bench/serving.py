@@ -237,6 +237,16 @@ def send(port: int, records: list[list[int]], concurrency: int, stem: str) -> fl
     return asyncio.run(_send(port, records, [f"{stem}{number}" for number in range(len(records))], concurrency))
 
 
+def warm(port: int, records: list[list[int]], concurrency: int) -> None:
+    """Bring a server to where it stays: some records together, then one alone in each size up to the longest.
+
+    A batch of a size that was not there before has its kernels built, for half a second, whoever sends it.
+    """
+    longest = max(records, key=len)
+    send(port, records[:40], concurrency, "warm-")
+    send(port, [longest[: 2**power] for power in range(4, len(longest).bit_length())], 1, "warm-alone-")
+
+
 def _drain(directory: str, stop: Any, found: Any) -> None:
     from hs_capture import dumpfile
 
