@@ -123,3 +123,12 @@ def test_every_playbook_in_the_documentation_exists(root, files):
                 if not (root / "playbooks" / f"{name}.yml").exists():
                     wrong.add(f"{path}: hidden_state.bridge.{name}")
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_molecule_scenario_holds_variables_that_molecule_leaves_out(root):
+    """Beside links, which all scenarios have, molecule does not read those of molecule.yml."""
+    lost = []
+    for path in (root / "molecule").glob("*/molecule.yml"):
+        inventory = yaml.safe_load(path.read_text()).get("provisioner", {}).get("inventory", {})
+        lost += [f"{path.parent.name}: {name}" for name in ("group_vars", "host_vars") if name in inventory]
+    assert not lost, "\n".join(lost)
